@@ -1,0 +1,360 @@
+"""What a mechanism costs: DP events in, ε out. Thin over `dp_accounting`.
+
+One convention holds everywhere in mirrordp: a *noise multiplier* is the standard deviation of the
+noise divided by the clip norm C, the largest norm that one record can contribute, whatever the
+adjacency. Which distance between neighbouring sums this means (C, or 2C when one record replaces
+another) is decided here and nowhere else:
+
+    adjacency     neighbours                               ‖sum − sum'‖ ≤
+    add-remove    one record more or less                  C
+    zero-out      one record's contribution set to zero    C
+    replace       one record becomes another               2C
+
+dp-accounting's PLD accountant doubles the distance for replace-one by itself, its RDP accountant
+does not; `epsilon` makes up for the difference, so events are always stated relative to C.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import dp_accounting
+from dp_accounting import gaussian_mechanism
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+
+from mirrordp import _validate
+
+DpEvent = dp_accounting.DpEvent
+
+
+class Adjacency(enum.Enum):
+    """Which data sets count as neighbours; decides the sensitivity."""
+
+    ADD_REMOVE = "add-remove"
+    ZERO_OUT = "zero-out"
+    REPLACE = "replace"
+
+    @property
+    def neighboring_relation(self) -> dp_accounting.NeighboringRelation:
+        """The same relation in dp-accounting's words."""
+        return {
+            Adjacency.ADD_REMOVE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+            Adjacency.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
+            Adjacency.REPLACE: dp_accounting.NeighboringRelation.REPLACE_ONE,
+        }[self]
+
+    @property
+    def distance(self) -> int:
+        """Largest ‖sum − sum'‖ between neighbours, in clip norms: 1, or 2 for replace."""
+        return 2 if self is Adjacency.REPLACE else 1
+
+    @property
+    def num_examples_is_public(self) -> bool:
+        """Whether neighbours have equally many records, so that n may be known to all."""
+        return self is not Adjacency.ADD_REMOVE
+
+
+class Accountant(enum.Enum):
+    """How a composition is analysed: privacy loss distributions (tighter) or Rényi orders."""
+
+    PLD = "pld"
+    RDP = "rdp"
+
+
+COARSE_ORDERS: tuple[float, ...] = (
+    *(1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5),
+    *(float(order) for order in range(5, 64)),
+    *(128.0, 256.0, 512.0),
+)
+"""The Rényi orders behind the ε = 8.32 that the paper quotes for StackOverflow."""
+
+
+class UnsupportedError(ValueError):
+    """A combination of sampling, adjacency and accountant that has no analysis here."""
+
+
+def poisson_event(noise_multiplier: float, *, sampling_prob: float, num_steps: int) -> DpEvent:
+    """`num_steps` Gaussian sums, each over a Poisson sample with inclusion probability q.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the clip norm.
+        sampling_prob: q, the probability with which each record joins each batch; q = 1 is a
+            full batch and analysed as such.
+        num_steps: how often it happens.
+    """
+    _validate.non_negative(noise_multiplier=noise_multiplier)
+    _validate.probability(sampling_prob=sampling_prob)
+    gaussian = dp_accounting.GaussianDpEvent(float(noise_multiplier))
+    if sampling_prob == 1:
+        return _repeated(gaussian, num_steps)
+    return _repeated(dp_accounting.PoissonSampledDpEvent(float(sampling_prob), gaussian), num_steps)
+
+
+def full_batch_event(noise_multiplier: float, *, num_steps: int) -> DpEvent:
+    """`num_steps` Gaussian sums over all records."""
+    return poisson_event(noise_multiplier, sampling_prob=1.0, num_steps=num_steps)
+
+
+def fixed_size_event(
+    noise_multiplier: float, *, num_examples: int, batch_size: int, num_steps: int
+) -> DpEvent:
+    """`num_steps` Gaussian sums, each over `batch_size` of `num_examples` records at random."""
+    _validate.non_negative(noise_multiplier=noise_multiplier)
+    _validate.positive_integer(num_examples=num_examples, batch_size=batch_size)
+    gaussian = dp_accounting.GaussianDpEvent(float(noise_multiplier))
+    if batch_size == num_examples:
+        return _repeated(gaussian, num_steps)
+    return _repeated(
+        dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, gaussian),
+        num_steps,
+    )
+
+
+def _repeated(event: DpEvent, count: int) -> DpEvent:
+    return (
+        dp_accounting.NoOpDpEvent()
+        if count == 0
+        else dp_accounting.SelfComposedDpEvent(event, int(count))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Epsilon:
+    """An ε that names how it was found."""
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    accountant: Accountant
+    method: str
+
+
+def epsilon(
+    event: DpEvent,
+    delta: float,
+    *,
+    adjacency: Adjacency,
+    accountant: Accountant | None = None,
+    orders: Sequence[float] | None = None,
+) -> Epsilon:
+    """The smallest known ε for which `event` is (ε, δ)-differentially private.
+
+    Args:
+        event: the mechanism, its noise multipliers relative to the clip norm C.
+        delta: δ in (0, 1).
+        adjacency: the neighbours the guarantee speaks of.
+        accountant: how to analyse it; by default PLD where it can, else RDP.
+        orders: Rényi orders for RDP; by default those of dp-accounting.
+
+    Raises:
+        UnsupportedError: if the (given) accountant has no analysis for the event under this
+            adjacency. The message says which one has.
+    """
+    _validate.open_unit_interval(delta=delta)
+    chosen = resolve_accountant(event, adjacency, accountant)
+    if orders is not None and chosen is Accountant.PLD:
+        raise ValueError("orders belong to the RDP accountant; pass accountant=RDP or leave them.")
+    if chosen is Accountant.RDP:
+        value = _rdp_epsilon(event, delta, adjacency, None if orders is None else tuple(orders))
+        method = f"RDP, {'dp-accounting default' if orders is None else len(orders)} orders"
+    elif (mu := _gaussian_mu(event)) is not None:
+        value = _gaussian_epsilon(adjacency.distance * mu, delta)
+        method = "PLD, exact: the composition is one Gaussian"
+    else:
+        value = _pld_epsilon(event, delta, adjacency)
+        method = "PLD, discretised upwards at 1e-4"
+    return Epsilon(value, delta, adjacency, chosen, method)
+
+
+def resolve_accountant(
+    event: DpEvent, adjacency: Adjacency, accountant: Accountant | None = None
+) -> Accountant:
+    """The accountant to use: the given one if it can analyse the event, else PLD before RDP."""
+    supported = [kind for kind in Accountant if _fresh(kind, adjacency).supports(event)]
+    if accountant is None and supported:
+        return supported[0]
+    if accountant in supported:
+        return accountant
+    asked = "no accountant" if accountant is None else f"accountant={accountant.value!r} cannot"
+    advice = (
+        f"Use accountant={supported[0].value!r}."
+        if supported
+        else "Analysed are: Poisson with add-remove or zero-out (pld, rdp) or replace (pld); "
+        "fixed size with replace (rdp); full batch with any adjacency."
+    )
+    verb = " can" if accountant is None else ""
+    raise UnsupportedError(
+        f"{asked}{verb} analyse {_describe(event)} under adjacency={adjacency.value!r}. {advice}"
+    )
+
+
+def _describe(event: DpEvent) -> str:
+    """What kind of sampling an event holds, in words."""
+    match event:
+        case dp_accounting.SelfComposedDpEvent():
+            return _describe(event.event)
+        case dp_accounting.ComposedDpEvent():
+            return " and ".join(sorted({_describe(inner) for inner in event.events}))
+        case dp_accounting.PoissonSampledDpEvent():
+            return "Poisson sampling"
+        case dp_accounting.SampledWithoutReplacementDpEvent():
+            return "fixed-size sampling"
+        case dp_accounting.GaussianDpEvent():
+            return "full batches"
+        case _:
+            return type(event).__name__
+
+
+def _fresh(
+    accountant: Accountant, adjacency: Adjacency, orders: Sequence[float] | None = None
+) -> dp_accounting.PrivacyAccountant:
+    if accountant is Accountant.PLD:
+        return PLDAccountant(adjacency.neighboring_relation)
+    return RdpAccountant(orders, adjacency.neighboring_relation)
+
+
+def _pld_epsilon(event: DpEvent, delta: float, adjacency: Adjacency) -> float:
+    return float(_fresh(Accountant.PLD, adjacency).compose(event).get_epsilon(delta))
+
+
+def _rdp_epsilon(
+    event: DpEvent, delta: float, adjacency: Adjacency, orders: tuple[float, ...] | None
+) -> float:
+    accountant = _fresh(Accountant.RDP, adjacency, orders)
+    return float(accountant.compose(_noise_over_distance(event, adjacency)).get_epsilon(delta))
+
+
+def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
+    """Restates noise relative to the neighbours' distance, as the RDP accountant reads it."""
+    if adjacency.distance == 1:
+        return event
+    recurse = functools.partial(_noise_over_distance, adjacency=adjacency)
+    match event:
+        case dp_accounting.GaussianDpEvent():
+            return dp_accounting.GaussianDpEvent(event.noise_multiplier / adjacency.distance)
+        case dp_accounting.SelfComposedDpEvent():
+            return dp_accounting.SelfComposedDpEvent(recurse(event.event), event.count)
+        case dp_accounting.ComposedDpEvent():
+            return dp_accounting.ComposedDpEvent([recurse(inner) for inner in event.events])
+        case dp_accounting.SampledWithoutReplacementDpEvent():
+            return dp_accounting.SampledWithoutReplacementDpEvent(
+                event.source_dataset_size, event.sample_size, recurse(event.event)
+            )
+        case dp_accounting.NoOpDpEvent():
+            return event
+        case _:
+            raise UnsupportedError(f"no replace-one RDP analysis of {type(event).__name__}.")
+
+
+def _gaussian_mu(event: DpEvent) -> float | None:
+    """μ of the one Gaussian that a composition of Gaussians is, sqrt(Σ 1/σ²); else None."""
+    match event:
+        case dp_accounting.NoOpDpEvent():
+            return 0.0
+        case dp_accounting.GaussianDpEvent():
+            return math.inf if event.noise_multiplier == 0 else 1 / event.noise_multiplier
+        case dp_accounting.SelfComposedDpEvent():
+            mu = _gaussian_mu(event.event)
+            return None if mu is None else mu * math.sqrt(event.count)
+        case dp_accounting.ComposedDpEvent():
+            parts = [_gaussian_mu(inner) for inner in event.events]
+            return None if None in parts else math.hypot(*(part or 0.0 for part in parts))
+        case _:
+            return None
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    if mu == 0:
+        return 0.0
+    return (
+        math.inf
+        if math.isinf(mu)
+        else float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
+    )
+
+
+def calibrate(
+    make_event: Callable[[float], DpEvent],
+    *,
+    epsilon_target: float,
+    delta: float,
+    adjacency: Adjacency,
+    accountant: Accountant | None = None,
+    orders: Sequence[float] | None = None,
+    tolerance: float = 1e-3,
+) -> float:
+    """The smallest noise multiplier, up to `tolerance`, that keeps ε at or below the target.
+
+    Bisection on the noise multiplier keeps one end that was seen to satisfy the target, and that
+    end is what is returned: ε(result) ≤ target always, and ε(result) ≥ (1 − tolerance)·target
+    unless ε jumps there.
+
+    Args:
+        make_event: maps a noise multiplier to the event of the whole run.
+        epsilon_target: the ε not to exceed.
+        delta: δ in (0, 1).
+        adjacency: the neighbours the guarantee speaks of.
+        accountant: as in `epsilon`.
+        orders: as in `epsilon`.
+        tolerance: how much of the target may be left unused, relative.
+    """
+    _validate.positive(epsilon=epsilon_target)
+    _validate.open_unit_interval(delta=delta)
+    chosen = resolve_accountant(make_event(1.0), adjacency, accountant)
+    search = functools.partial(
+        _smallest_safe_noise, epsilon_target=epsilon_target, tolerance=tolerance
+    )
+
+    def achieved(noise_multiplier: float) -> float:
+        event = make_event(noise_multiplier)
+        result = epsilon(event, delta, adjacency=adjacency, accountant=chosen, orders=orders)
+        return result.epsilon
+
+    start = 1.0
+    if chosen is Accountant.PLD and _fresh(Accountant.RDP, adjacency).supports(make_event(1.0)):
+        # RDP at integer orders is far cheaper than a PLD, and a good first guess of its answer.
+        guess_orders = tuple(range(2, 128))
+        start = search(
+            lambda sigma: _rdp_epsilon(make_event(sigma), delta, adjacency, guess_orders),
+            start=start,
+        )
+    return search(achieved, start=start)
+
+
+def _smallest_safe_noise(
+    achieved: Callable[[float], float], *, start: float, epsilon_target: float, tolerance: float
+) -> float:
+    """Bracketing search in log-log coordinates that returns only a point seen to be safe."""
+    safe, safe_epsilon = start, achieved(start)
+    while safe_epsilon > epsilon_target:
+        if safe > 2**40:
+            raise UnsupportedError(
+                f"no noise multiplier up to {safe:.0e} reaches epsilon={epsilon_target}. "
+                "Allow a larger epsilon or fewer steps."
+            )
+        safe *= 2
+        safe_epsilon = achieved(safe)
+    unsafe, unsafe_epsilon = 0.0, math.inf
+    good_enough = (1 - tolerance) * epsilon_target
+    while safe_epsilon < good_enough and safe - unsafe > 1e-9 * safe:
+        if unsafe == 0:
+            # ε falls no faster than exponentially in σ; 0.7 rarely jumps past the answer.
+            guess = safe * max(0.7, min(0.99, (safe_epsilon / epsilon_target) ** 0.8))
+            # PLDs of nearly noiseless steps need unbounded memory, and nobody needs such noise.
+            if guess < 1e-2:
+                break
+        else:
+            aim = math.log((1 - tolerance / 2) * epsilon_target)
+            slope = math.log(safe / unsafe) / math.log(safe_epsilon / unsafe_epsilon)
+            guess = safe * math.exp(slope * (aim - math.log(safe_epsilon)))
+            margin = 0.02 * (safe - unsafe)
+            guess = min(max(guess, unsafe + margin), safe - margin)
+        value = achieved(guess)
+        if value > epsilon_target:
+            unsafe, unsafe_epsilon = guess, value
+        else:
+            safe, safe_epsilon = guess, value
+    return safe

@@ -1,0 +1,222 @@
+"""The one place that couples sampler, clip, noise and event.
+
+Whoever holds a `Mechanism` holds everything that decides ε, and there is no other way to get a
+private gradient out of the library: `batches` samples, `clipped_grad` clips, `privatizer` adds the
+noise, `mean` divides by a public constant, and `event` says what that costs.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mirrordp import _validate, accounting, clipping
+from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
+from mirrordp.clipping import ClippedGrad
+from mirrordp.noise import GaussianNoise, Noise
+from mirrordp.sampling import CyclicPoissonSampling, FullBatch, Sampling
+from mirrordp.types import LossFn, PyTree
+
+UNITS = ("example", "user")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Noisy sums of clipped gradients over sampled batches, and what they cost.
+
+    At each step, with q, C, σ and B public constants,
+
+        draw a batch S;     s = Σ_{i ∈ S} clip(∇ℓ(θ; d_i), C);     release (s + N(0, σ²C² I)) / B.
+
+    Args:
+        sampling: how batches are drawn; its expected batch size is the divisor B.
+        l2_clip_norm: C.
+        noise_multiplier: σ, relative to C whatever the adjacency.
+        num_steps: how many releases the mechanism is made for; more are refused.
+        adjacency: the neighbours of the guarantee. Zero-out (the default) and replace treat the
+            number of records as public, add-remove does not.
+        noise: independent Gaussian noise, or `BandedNoise` together with `CyclicPoissonSampling`.
+        accountant: by default PLD where it can analyse the mechanism, else RDP.
+        orders: Rényi orders for the RDP accountant.
+        unit: what one record is: "example" or "user".
+    """
+
+    sampling: Sampling
+    l2_clip_norm: float
+    noise_multiplier: float
+    num_steps: int
+    adjacency: Adjacency = Adjacency.ZERO_OUT
+    noise: Noise = dataclasses.field(default_factory=GaussianNoise)
+    accountant: Accountant | None = None
+    orders: tuple[float, ...] | None = None
+    unit: str = "example"
+
+    def __post_init__(self):
+        _validate.instance_of(Sampling, "Use PoissonSampling, for one.", sampling=self.sampling)
+        _validate.instance_of(Noise, "Use GaussianNoise().", noise=self.noise)
+        _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=self.adjacency)
+        _validate.positive(l2_clip_norm=self.l2_clip_norm)
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.positive_integer(num_steps=self.num_steps)
+        if self.unit not in UNITS:
+            raise ValueError(f"unit must be one of {UNITS}, got {self.unit!r}.")
+        self.sampling.check(self.adjacency)
+        self._check_noise()
+        accounting.resolve_accountant(self.event, self.adjacency, self.accountant)
+
+    def _check_noise(self) -> None:
+        bands = self.noise.num_bands
+        if bands == 1:
+            return
+        if not isinstance(self.sampling, CyclicPoissonSampling):
+            advice = (
+                "every record takes part in every step"
+                if isinstance(self.sampling, FullBatch)
+                else "a record may be drawn in neighbouring steps"
+            )
+            raise accounting.UnsupportedError(
+                f"correlated noise of {bands} bands needs records to take part at most every "
+                f"{bands} steps, but under {self.sampling.name} sampling {advice}. Use "
+                f"CyclicPoissonSampling with num_groups={bands} or more, or GaussianNoise()."
+            )
+        if self.sampling.num_groups < bands:
+            raise accounting.UnsupportedError(
+                f"correlated noise of {bands} bands needs at least {bands} groups, got "
+                f"num_groups={self.sampling.num_groups}. Raise num_groups or use fewer bands."
+            )
+
+    @classmethod
+    def calibrate(
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        sampling: Sampling,
+        num_steps: int,
+        l2_clip_norm: float,
+        **options: Any,
+    ) -> "Mechanism":
+        """The mechanism with the least noise whose ε at δ does not exceed the target.
+
+        The search stays on the safe side: `mechanism.epsilon(delta)` is never above `epsilon`, and
+        within 1% of it.
+
+        Args:
+            epsilon: the target.
+            delta: δ; a warning is given above 1/n.
+            sampling: as in `Mechanism`.
+            num_steps: as in `Mechanism`.
+            l2_clip_norm: as in `Mechanism`.
+            **options: the remaining arguments of `Mechanism`.
+        """
+        _validate.positive(epsilon=epsilon)
+        template = cls(
+            sampling=sampling,
+            l2_clip_norm=l2_clip_norm,
+            noise_multiplier=1.0,
+            num_steps=num_steps,
+            **options,
+        )
+        _warn_large_delta(delta, sampling)
+        noise_multiplier = accounting.calibrate(
+            lambda sigma: sampling.event(sigma, num_steps),
+            epsilon_target=epsilon,
+            delta=delta,
+            adjacency=template.adjacency,
+            accountant=template.accountant,
+            orders=template.orders,
+        )
+        mechanism = dataclasses.replace(template, noise_multiplier=noise_multiplier)
+        reached = mechanism.epsilon(delta)
+        if reached > epsilon:
+            raise AssertionError(f"calibration overshot: {reached} > {epsilon}; please report.")
+        return mechanism
+
+    @property
+    def event(self) -> DpEvent:
+        """The cost of all `num_steps` steps."""
+        return self.sampling.event(self.noise_multiplier, self.num_steps)
+
+    def event_between(self, start: int, stop: int) -> DpEvent:
+        """What charged steps number `start` to `stop` − 1 add to the cost of the first `start`."""
+        if stop > self.num_steps:
+            raise ValueError(
+                f"the mechanism was made for {self.num_steps} steps, got a request for step "
+                f"{stop}. Make it for more steps (which needs more noise for the same epsilon)."
+            )
+        if isinstance(self.sampling, CyclicPoissonSampling):
+            # One more round is entered whenever the first group's turn comes.
+            groups = self.sampling.num_groups
+            rounds = -(-stop // groups) - (-(-start // groups))
+            return self.sampling.event(self.noise_multiplier, rounds * groups)
+        return self.sampling.event(self.noise_multiplier, stop - start)
+
+    def guarantee(self, delta: float, *, num_steps: int | None = None) -> Epsilon:
+        """ε at δ after `num_steps` charged steps (by default all), and how it was found."""
+        _validate.open_unit_interval(delta=delta)
+        _warn_large_delta(delta, self.sampling)
+        steps = self.num_steps if num_steps is None else num_steps
+        return accounting.epsilon(
+            self.event_between(0, steps),
+            delta,
+            adjacency=self.adjacency,
+            accountant=self.accountant,
+            orders=self.orders,
+        )
+
+    def epsilon(self, delta: float, *, num_steps: int | None = None) -> float:
+        """ε at δ after `num_steps` charged steps (by default all)."""
+        return self.guarantee(delta, num_steps=num_steps).epsilon
+
+    @property
+    def noise_stddev(self) -> float:
+        """σ·C: the standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.l2_clip_norm
+
+    def batches(self, num_examples: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        """Draws the batches of all `num_steps` steps, as arrays of indices."""
+        expected = self.sampling.num_examples
+        if expected is not None and expected != num_examples:
+            raise ValueError(
+                f"the mechanism was made for num_examples={expected}, but the private data has "
+                f"another number of rows, {num_examples}. Make the mechanism for this data."
+            )
+        return self.sampling.batches(num_examples, self.num_steps, rng)
+
+    def clipped_grad(
+        self,
+        loss_fn: LossFn,
+        *,
+        trainable: PyTree | None = None,
+        microbatch_size: int | None = None,
+    ) -> ClippedGrad:
+        """The clipped sum at this mechanism's clip norm; see `mirrordp.clipped_grad`."""
+        return clipping.clipped_grad(
+            loss_fn,
+            l2_clip_norm=self.l2_clip_norm,
+            trainable=trainable,
+            microbatch_size=microbatch_size,
+        )
+
+    def privatizer(self, key: jax.Array) -> optax.GradientTransformation:
+        """Adds this mechanism's noise to a stream of clipped sums."""
+        return self.noise.privatizer(self.noise_stddev, key)
+
+    def mean(self, noisy_sum: PyTree) -> PyTree:
+        """The noisy sum divided by the expected batch size, never by the realised one."""
+        return jax.tree.map(lambda leaf: leaf / self.sampling.expected_batch_size, noisy_sum)
+
+
+def _warn_large_delta(delta: float, sampling: Sampling) -> None:
+    n = sampling.num_examples
+    if n is not None and delta > 1 / n:
+        warnings.warn(
+            f"delta={delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a random "
+            "record would qualify. Choose a delta well below 1/n.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,151 @@
+"""Everything that is learned from public data: its gradient ∇Ψ, and the warm start argmin Ψ.
+
+Ψ(θ) = (1/n_pub) Σ_d ℓ_pub(θ; d) is the public loss. Nothing here costs privacy.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mirrordp import _validate
+from mirrordp.clipping import merge, trainable_part, with_key
+from mirrordp.data import PublicData, require_public
+from mirrordp.types import Batch, LossFn, Params, PyTree
+
+PublicGrad = Callable[[Params, Batch, jax.Array], tuple[jax.Array, PyTree]]
+
+
+def public_grad(
+    loss_fn: LossFn, *, batch_size: int | None = None, trainable: PyTree | None = None
+) -> PublicGrad:
+    """A function `(params, arrays, key) -> (Ψ(θ), ∇Ψ(θ))`, on all public rows or a random batch.
+
+    Args:
+        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
+        batch_size: rows drawn (with replacement) for each call; None takes the full public set.
+        trainable: as in `mirrordp.clipped_grad`.
+    """
+    keyed_loss = with_key(loss_fn)
+    if batch_size is not None:
+        _validate.positive_integer(public_batch_size=batch_size)
+
+    def mean_loss(part: PyTree, params: Params, batch: Batch, keys: jax.Array) -> jax.Array:
+        losses = jax.vmap(keyed_loss, in_axes=(None, 0, 0))(merge(part, params), batch, keys)
+        return jnp.mean(losses)
+
+    def value_and_grad(params: Params, arrays: Batch, key: jax.Array):
+        batch_key, loss_key = jax.random.split(key)
+        rows = jax.tree.leaves(arrays)[0].shape[0]
+        if batch_size is not None and batch_size < rows:
+            chosen = jax.random.randint(batch_key, (batch_size,), 0, rows)
+            arrays, rows = jax.tree.map(lambda leaf: leaf[chosen], arrays), batch_size
+        keys = jax.random.split(loss_key, rows)
+        return jax.value_and_grad(mean_loss)(
+            trainable_part(params, trainable), params, arrays, keys
+        )
+
+    return value_and_grad
+
+
+class WarmStart(NamedTuple):
+    """The result of pre-training on public data."""
+
+    params: Params
+    converged: bool
+    num_epochs: int
+    train_losses: np.ndarray
+    holdout_losses: np.ndarray
+
+
+def warm_start(
+    loss_fn: LossFn,
+    params: Params,
+    public: PublicData,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    batch_size: int | None = 32,
+    holdout_fraction: float = 0.2,
+    patience: int = 10,
+    max_epochs: int = 500,
+    trainable: PyTree | None = None,
+    seed: int = 0,
+) -> WarmStart:
+    """Pre-trains on public data until a held-out part of it stops improving.
+
+    Algorithm 1 starts at θ_0 = argmin Ψ. A network that is trained to zero loss on a few thousand
+    public rows starts worse than one that is stopped in time, so each epoch is judged by the loss
+    on rows that were set aside, and the best parameters are returned. Public data only: no cost.
+
+    Args:
+        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
+        params: where to begin.
+        public: the public rows.
+        optimizer: an optax optimiser; by default Adam with learning rate 1e-3.
+        batch_size: rows of a mini-batch; None takes all at once.
+        holdout_fraction: the share of the public rows that judges.
+        patience: stop after so many epochs without improvement.
+        max_epochs: stop at the latest after so many; `converged` is then False.
+        trainable: as in `mirrordp.clipped_grad`.
+        seed: decides holdout and order of rows.
+
+    Returns:
+        A `WarmStart`.
+    """
+    require_public(public)
+    _validate.open_unit_interval(holdout_fraction=holdout_fraction)
+    _validate.positive_integer(patience=patience, max_epochs=max_epochs)
+    if len(public) < 2:
+        raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
+    optimizer = optimizer or optax.adam(1e-3)
+    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(public))
+    num_holdout = min(max(1, round(holdout_fraction * len(public))), len(public) - 1)
+    take = lambda rows: jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), public.arrays)  # noqa: E731
+    holdout, train = take(order[:num_holdout]), take(order[num_holdout:])
+    num_train = len(public) - num_holdout
+    size = num_train if batch_size is None else min(batch_size, num_train)
+    gradient = public_grad(loss_fn, trainable=trainable)
+
+    @jax.jit
+    def epoch(params, opt_state, rows, key):
+        def step(carry, inputs):
+            params, opt_state = carry
+            batch_rows, batch_key = inputs
+            batch = jax.tree.map(lambda leaf: leaf[batch_rows], train)
+            loss, grad = gradient(params, batch, batch_key)
+            part = trainable_part(params, trainable)
+            updates, opt_state = optimizer.update(grad, opt_state, part)
+            return (merge(optax.apply_updates(part, updates), params), opt_state), loss
+
+        keys = jax.random.split(key, rows.shape[0])
+        (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
+        # A fixed key: epochs are compared under the same dropout or augmentation.
+        holdout_loss, _ = gradient(params, holdout, jax.random.key(0))
+        return params, opt_state, jnp.mean(losses), holdout_loss
+
+    opt_state = optimizer.init(trainable_part(params, trainable))
+    best, best_loss, best_epoch = params, np.inf, 0
+    train_losses, holdout_losses = [], []
+    for number in range(max_epochs):
+        rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
+        params, opt_state, train_loss, holdout_loss = epoch(
+            params, opt_state, rows, jax.random.fold_in(key, number)
+        )
+        train_losses.append(float(train_loss))
+        holdout_losses.append(float(holdout_loss))
+        if holdout_losses[-1] < best_loss:
+            best, best_loss, best_epoch = params, holdout_losses[-1], number
+        if number - best_epoch >= patience:
+            break
+    return WarmStart(
+        best,
+        number - best_epoch >= patience,
+        number + 1,
+        np.asarray(train_losses),
+        np.asarray(holdout_losses),
+    )

@@ -1,0 +1,123 @@
+"""α_t: the weight of the private gradient at step t, always in [0, 1].
+
+The paper's first-order step mixes the noisy private gradient with the public one,
+α_t (g + b) + (1 − α_t) ∇Ψ. α is fixed before the run: it must not depend on private data.
+A step with α_t = 0 reads no private data and is not charged.
+
+A schedule is a function of the step number t = 0, 1, ...; where the paper counts in epochs, the
+number of steps in an epoch is an explicit argument.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from mirrordp import _validate
+from mirrordp.types import AlphaSchedule
+
+
+def constant(alpha: float) -> AlphaSchedule:
+    """α_t = alpha."""
+    _in_unit_interval(np.asarray([alpha], float))
+    return lambda step: jnp.full(jnp.shape(step), alpha, jnp.float32)
+
+
+def cosine(
+    *,
+    decay_steps: float | None = None,
+    decay_epochs: float | None = None,
+    steps_per_epoch: float | None = None,
+) -> AlphaSchedule:
+    """α_t = cos(π t / 2K) for t < K, and 0 from then on.
+
+    K is given in exactly one unit. The paper writes K without one; only epochs keep its α
+    positive (K = 2000 on CIFAR-10, where training takes 100 epochs of 96 steps).
+
+    Args:
+        decay_steps: K in steps.
+        decay_epochs: K in epochs; needs `steps_per_epoch`.
+        steps_per_epoch: steps in an epoch: private examples over expected batch size.
+    """
+    if (decay_steps is None) == (decay_epochs is None):
+        raise ValueError(
+            "cosine needs K in exactly one unit, got "
+            f"decay_steps={decay_steps!r} and decay_epochs={decay_epochs!r}. Pass one of them."
+        )
+    if decay_epochs is not None:
+        if steps_per_epoch is None:
+            raise ValueError("decay_epochs needs steps_per_epoch: num_examples / batch size.")
+        _validate.positive(decay_epochs=decay_epochs, steps_per_epoch=steps_per_epoch)
+        decay_steps = decay_epochs * steps_per_epoch
+    _validate.positive(decay_steps=decay_steps)
+    decay = float(decay_steps or 1.0)
+
+    def schedule(step):
+        angle = jnp.minimum(jnp.asarray(step) / decay, 1.0) * (math.pi / 2)
+        # cos(π/2) is not zero in floating point, and "zero" decides whether a step is charged.
+        return jnp.where(jnp.asarray(step) >= decay, 0.0, jnp.clip(jnp.cos(angle), 0.0, 1.0))
+
+    return schedule
+
+
+def linear(start: float, end: float, *, num_steps: int) -> AlphaSchedule:
+    """α_t from `start` at t = 0 to `end` at t = num_steps − 1, and `end` afterwards."""
+    _in_unit_interval(np.asarray([start, end], float))
+    _validate.positive_integer(num_steps=num_steps)
+
+    def schedule(step):
+        share = jnp.clip(jnp.asarray(step) / max(num_steps - 1, 1), 0.0, 1.0)
+        return start * (1 - share) + end * share
+
+    return schedule
+
+
+def table(values: Sequence[float]) -> AlphaSchedule:
+    """α_t = values[t]; a run longer than the table is refused."""
+    array = np.asarray(values, np.float32)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"a table of alphas must be a non-empty list, got shape {array.shape}.")
+    _in_unit_interval(array)
+    # Past its end the table is NaN, which `evaluate` refuses before a run begins.
+    return lambda step: jnp.where(
+        jnp.asarray(step) < array.size,
+        jnp.asarray(array)[jnp.minimum(step, array.size - 1)],
+        jnp.nan,
+    )
+
+
+def as_schedule(alpha: float | Sequence[float] | AlphaSchedule) -> AlphaSchedule:
+    """A schedule from a number, a list of numbers, or a schedule."""
+    if callable(alpha):
+        return alpha
+    if isinstance(alpha, numbers.Real):
+        return constant(float(alpha))
+    return table(alpha)
+
+
+def evaluate(schedule: AlphaSchedule, num_steps: int) -> np.ndarray:
+    """α_0, ..., α_{T−1} as numbers, checked to lie in [0, 1] and to cover the run."""
+    try:
+        values = np.asarray(schedule(jnp.arange(num_steps)), np.float32)
+    except Exception:
+        values = np.asarray([schedule(step) for step in range(num_steps)], np.float32)
+    values = np.broadcast_to(values, (num_steps,))
+    missing = np.flatnonzero(np.isnan(values))
+    if missing.size:
+        raise ValueError(
+            f"the alpha schedule must cover all {num_steps} steps, but ends before step "
+            f"{missing[0]}. Give a longer schedule or run fewer steps."
+        )
+    _in_unit_interval(values)
+    return values
+
+
+def _in_unit_interval(values: np.ndarray) -> None:
+    outside = values[~((values >= 0) & (values <= 1))]
+    if outside.size:
+        raise ValueError(
+            f"alpha must be in [0, 1], got {float(outside[0])}. It weighs the private against the "
+            "public gradient: 1 is DP-SGD, 0 uses public data only."
+        )
