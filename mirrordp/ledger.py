@@ -39,7 +39,9 @@ class Ledger:
     @property
     def event(self) -> DpEvent:
         """Everything charged so far, as one event."""
-        parts = [dp_accounting.SelfComposedDpEvent(event, count) for event, count in self._blocks]
+        parts: list[DpEvent] = [
+            dp_accounting.SelfComposedDpEvent(event, count) for event, count in self._blocks
+        ]
         if not parts:
             return dp_accounting.NoOpDpEvent()
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)

@@ -129,7 +129,7 @@ def warm_start(
         return params, opt_state, jnp.mean(losses), holdout_loss
 
     opt_state = optimizer.init(trainable_part(params, trainable))
-    best, best_loss, best_epoch = params, np.inf, 0
+    best, best_loss, best_epoch, number = params, np.inf, 0, 0
     train_losses, holdout_losses = [], []
     for number in range(max_epochs):
         rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)

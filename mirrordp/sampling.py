@@ -27,10 +27,8 @@ PADDING = -1
 class Sampling(Protocol):
     """What every sampler offers; all of it is public knowledge except what `batches` draws."""
 
-    @property
-    def name(self) -> str:
-        """The sampler in one or two words, as reports print it."""
-        ...
+    name: ClassVar[str]
+    """The sampler in one or two words, as reports print it."""
 
     @property
     def sampling_prob(self) -> float:
@@ -319,13 +317,17 @@ class FullBatch:
     capacity: int = 0
 
     name: ClassVar[str] = "full batch"
-    sampling_prob: ClassVar[float] = 1.0
 
     def __post_init__(self):
         _validate.positive(expected_batch_size=self.expected_batch_size)
         if self.num_examples is not None:
             _validate.positive_integer(num_examples=self.num_examples)
         _default_capacity(self, None, exactly=math.ceil(self.expected_batch_size))
+
+    @property
+    def sampling_prob(self) -> float:
+        """1: everybody is in."""
+        return 1.0
 
     @classmethod
     def of(cls, num_examples: int, *, capacity: int = 0) -> "FullBatch":

@@ -9,7 +9,6 @@ number of steps in an epoch is an explicit argument.
 """
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -92,9 +91,7 @@ def as_schedule(alpha: float | Sequence[float] | AlphaSchedule) -> AlphaSchedule
     """A schedule from a number, a list of numbers, or a schedule."""
     if callable(alpha):
         return alpha
-    if isinstance(alpha, numbers.Real):
-        return constant(float(alpha))
-    return table(alpha)
+    return table(alpha) if isinstance(alpha, Sequence | np.ndarray) else constant(alpha)
 
 
 def evaluate(schedule: AlphaSchedule, num_steps: int) -> np.ndarray:

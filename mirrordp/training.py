@@ -339,7 +339,7 @@ def _run_passes(
             def finish():
                 public_key = jax.random.fold_in(keys.public, state.step)
                 new_state, info = train_step.finish(
-                    state, *partial_sum, public, x.alpha, public_key
+                    state, partial_sum[0], partial_sum[1], public, x.alpha, public_key
                 )
                 return (new_state, zero), info
 

@@ -23,7 +23,7 @@ from mirrordp.types import AlphaSchedule, Params, PyTree
 class MixPublicGradientState(NamedTuple):
     """The number of steps taken, from which α_t follows."""
 
-    count: jax.Array
+    step: jax.Array
 
 
 def mix_gradients(
@@ -73,11 +73,12 @@ def mix_public_gradient(
         **extra_args,
     ) -> tuple[PyTree, MixPublicGradientState]:
         del params, extra_args
-        weight = jnp.asarray(schedule(state.count), jnp.float32)
+        weight = jnp.asarray(schedule(state.step), jnp.float32)
         mixed = mix_gradients(updates, public_grad, alpha=weight, scale_noise=scale_noise)
-        return mixed, MixPublicGradientState(optax.safe_increment(state.count))
+        return mixed, MixPublicGradientState(state.step + 1)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # The extra-args protocol cannot be spelled in types: optax leaves the keywords open.
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)
