@@ -1,0 +1,401 @@
+"""The clipped sum without per-example gradients in memory, derived from the jaxpr.
+
+`clipped_grad` has the contract of `mirrordp.clipping.clipped_grad`, for any loss function and
+without the model's cooperation. See `_tracing` for how parameters are separated from data, and
+`_factors` for how norms are found. In short, for a batch:
+
+1. One forward pass and one backward pass to the outputs of the layers (not to the weights).
+2. Each example's squared gradient norm, weight by weight, from layer inputs and cotangents.
+3. Clip factors c_i = min(1, C / (norm_i + bound on the rounding of step 4)).
+4. Σ_i c_i G_i, as ordinary training computes a weight's gradient, from the scaled cotangents.
+
+A parameter whose use is not recognised gets explicit per-example gradients, that parameter only.
+`explain` prints the path that each parameter takes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mirrordp import _validate
+from mirrordp.clipping import (
+    ClippedGrad,
+    ClipStats,
+    merge,
+    takes_key,
+    trainable_part,
+    with_key,
+)
+from mirrordp.ghost import _factors, _tracing
+from mirrordp.ghost._factors import Factors
+from mirrordp.ghost._tracing import Program, Site
+from mirrordp.types import Batch, LossFn, Params, PyTree
+
+
+def clipped_grad(
+    loss_fn: LossFn,
+    *,
+    l2_clip_norm: float,
+    trainable: PyTree | None = None,
+    microbatch_size: int | None = None,
+) -> ClippedGrad:
+    """The sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
+
+    Arguments, result and guarantees are those of `mirrordp.clipping.clipped_grad`; what differs is
+    time and memory.
+    """
+    _validate.positive(l2_clip_norm=l2_clip_norm)
+    if microbatch_size is not None:
+        _validate.positive_integer(microbatch_size=microbatch_size)
+    keyed_loss = with_key(loss_fn)
+    needs_key = takes_key(loss_fn)
+
+    def with_stats(
+        params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
+    ) -> tuple[PyTree, ClipStats]:
+        if keys is None and needs_key:
+            raise TypeError(
+                "the loss function takes a random key, so the clipped gradient needs keys=, "
+                "one per example. Pass jax.random.split(key, batch_size)."
+            )
+        split = _Split.of(keyed_loss, params, (batch, keys), trainable)
+        run = lambda rows, padding: _clipped_sum(split, rows, padding, l2_clip_norm)  # noqa: E731
+        total, losses, norms = _in_microbatches(run, split.rows, is_padding, microbatch_size)
+        return split.tree(total), ClipStats(losses, norms)
+
+    return ClippedGrad(with_stats, float(l2_clip_norm), needs_key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A loss function over flat lists: trainable leaves, constants, and a batch's rows."""
+
+    program: Program
+    plan: "_Plan"
+    leaves: list[jax.Array]
+    constants: list[jax.Array]
+    rows: list[jax.Array]
+    treedef: Any
+
+    @staticmethod
+    def of(loss: LossFn, params: Params, batch: PyTree, trainable: PyTree | None) -> "_Split":
+        part = trainable_part(params, trainable)
+        leaves, treedef = jax.tree.flatten(part)
+        # Where a leaf is trainable its frozen copy is never read: a scalar stands in for it.
+        frozen = jax.tree.map(
+            lambda new, old: old if new is None else 0.0,
+            part,
+            params,
+            is_leaf=lambda leaf: leaf is None,
+        )
+        constants, frozen_def = jax.tree.flatten(frozen)
+        rows, rows_def = jax.tree.flatten(batch)
+
+        def flat_loss(*arguments):
+            given = iter(arguments)
+            take = lambda tree, like: jax.tree.unflatten(tree, [next(given) for _ in like])  # noqa: E731
+            new, old = take(treedef, leaves), take(frozen_def, constants)
+            example, key = take(rows_def, rows)
+            return loss(merge(new, old), example, key)
+
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
+        constants = [jnp.asarray(constant) for constant in constants]
+        rows = [jnp.asarray(row) for row in rows]
+        shapes = [jax.ShapeDtypeStruct(row.shape[1:], row.dtype) for row in rows]
+        program = _tracing.trace(flat_loss, leaves, constants, shapes)
+        return _Split(program, _plan(program), leaves, constants, rows, treedef)
+
+    def tree(self, leaves: Sequence[jax.Array]) -> PyTree:
+        """The parameter tree, with None for frozen leaves, from its trainable leaves."""
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which path each trainable leaf takes.
+
+    Attributes:
+        gram: leaf -> its sites (number, whether left and right are swapped).
+        explicit: leaf -> its one site; the gradient is formed from factors.
+        fallback: leaves whose per-example gradients are pulled back through the parameters' own
+            computation.
+        unused: leaves that no site depends on; their gradient is zero.
+    """
+
+    gram: dict[int, tuple[tuple[int, bool], ...]]
+    explicit: dict[int, int]
+    fallback: tuple[int, ...]
+    unused: tuple[int, ...]
+
+
+def _plan(program: Program) -> _Plan:
+    gram, explicit, fallback, unused = {}, {}, [], []
+    for leaf in range(program.num_leaves):
+        uses = [number for number, site in enumerate(program.sites) if leaf in site.leaves]
+        sites = [program.sites[number] for number in uses]
+        recognised = all(_factors.is_factored(site) and site.views[0] is not None for site in sites)
+        if not uses:
+            unused.append(leaf)
+        elif not recognised:
+            fallback.append(leaf)
+        elif (swaps := _common_layout(sites)) is not None and _prefers_gram(sites):
+            gram[leaf] = tuple(zip(uses, swaps, strict=True))
+        elif len(uses) == 1 and sites[0].name != "gather":
+            explicit[leaf] = uses[0]
+        elif swaps is not None and any(site.name == "gather" for site in sites):
+            gram[leaf] = tuple(zip(uses, swaps, strict=True))
+        else:
+            fallback.append(leaf)
+    return _Plan(gram, explicit, tuple(fallback), tuple(unused))
+
+
+def _prefers_gram(sites: Sequence[Site]) -> bool:
+    """Whether Gram matrices over all positions hold fewer numbers than the gradient itself."""
+    sizes = [_factors.sizes(site) for site in sites]
+    positions = sum(size.positions for size in sizes)
+    return 2 * positions**2 <= sizes[0].left * sizes[0].right
+
+
+def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
+    """For each site whether its sides must be swapped to match the first; None if they cannot."""
+
+    def canonical(site: Site) -> tuple:
+        view, (groups, left, right) = site.views[0], _factors.axes(site)
+        assert view is not None
+        if view.axes is None:
+            return tuple((view.layout, part) for part in (groups, left, right))
+        named = view.axes
+        return tuple(
+            tuple(named[i] for i in part if named[i] is not None) for part in (groups, left, right)
+        )
+
+    first = canonical(sites[0])
+    swaps = []
+    for site in sites:
+        groups, left, right = canonical(site)
+        if (groups, left, right) == first:
+            swaps.append(False)
+        elif (groups, right, left) == first and not groups:
+            swaps.append(True)
+        else:
+            return None
+    return swaps
+
+
+def _clipped_sum(
+    split: _Split, rows: list[jax.Array], is_padding: jax.Array, l2_clip_norm: float
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Clipped sum of each leaf, losses and (upper bounds on) norms of one microbatch."""
+    program, plan = split.program, split.plan
+    sites = program.sites
+    batch_size = is_padding.shape[0]
+    losses, captured, cotangents = _backward(split, rows, batch_size)
+    parts: dict[int, Factors] = {
+        number: _factors.factors(sites[number], captured[number], cotangents[number][0])
+        for number in (
+            *(number for uses in plan.gram.values() for number, _ in uses),
+            *plan.explicit.values(),
+        )
+    }
+    explicit = {number: _factors.explicit(parts[number]) for number in plan.explicit.values()}
+    fallback = _fallback_gradients(split, captured, cotangents) if plan.fallback else []
+
+    with jax.enable_x64(True):
+        squared = jnp.zeros([batch_size], _factors.wide_dtype())
+        for uses in plan.gram.values():
+            oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
+            norm_squared, spread = _factors.gram(oriented)
+            margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
+            squared += (jnp.sqrt(norm_squared) + margin * spread) ** 2
+        for gradient in (*explicit.values(), *fallback):
+            squared += _factors.squared_norm(gradient)
+        norms = jnp.sqrt(squared)
+        usable = jnp.isfinite(norms) & ~is_padding
+        factors = jnp.where(usable, jnp.minimum(1.0, l2_clip_norm / norms), 0.0)
+        factors = lax.convert_element_type(factors, jnp.float32)
+        norms = lax.convert_element_type(norms, jnp.float32)
+
+    weight_sums: dict[int, list[jax.Array]] = {}
+    for uses in plan.gram.values():
+        for number, _ in uses:
+            weight_sums[number] = _summed(
+                split, number, captured[number], cotangents[number], factors, usable
+            )
+    for number, gradient in explicit.items():
+        total = _weighted_sum(factors, usable, gradient)
+        weight_sums[number] = [_factors.weight_gradient(sites[number], total)]
+    sums = _pull_back(split, weight_sums)
+    for leaf, gradient in zip(plan.fallback, fallback, strict=True):
+        sums[leaf] = _weighted_sum(factors, usable, gradient)
+    return sums, losses, norms
+
+
+def _backward(split: _Split, rows: list[jax.Array], batch_size: int):
+    """Losses, captured operands and cotangents of all sites, example by example."""
+    program = split.program
+    probes = [
+        [jnp.zeros((batch_size, *shape.shape), shape.dtype) for shape in site.probe_shapes()]
+        for site in program.sites
+    ]
+
+    def forward(probes):
+        run = lambda rows, probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
+        losses, captured = jax.vmap(run, axis_size=batch_size)(rows, probes)
+        return losses, captured
+
+    losses, pull, captured = jax.vjp(forward, probes, has_aux=True)
+    (cotangents,) = pull(jnp.ones_like(losses))
+    return losses, captured, cotangents
+
+
+def _fallback_gradients(split: _Split, captured, cotangents) -> list[jax.Array]:
+    """Per-example gradients [B, *leaf.shape] of the leaves without a better way."""
+    program, plan = split.program, split.plan
+    numbers = [
+        number
+        for number, site in enumerate(program.sites)
+        if not site.leaves.isdisjoint(plan.fallback)
+    ]
+
+    def operands(chosen):
+        leaves = list(split.leaves)
+        for leaf, value in zip(plan.fallback, chosen, strict=True):
+            leaves[leaf] = value
+        everything = program.operands(leaves, split.constants)
+        return [everything[number] for number in numbers]
+
+    chosen = [
+        split.leaves[leaf].astype(_float32_or_wider(split.leaves[leaf])) for leaf in plan.fallback
+    ]
+    values, pull = jax.vjp(operands, chosen)
+
+    def one_example(captured, cotangents):
+        weights = [
+            _one_weight_gradient(program.sites[number], value, inputs, deltas)
+            for number, value, inputs, deltas in zip(
+                numbers, values, captured, cotangents, strict=True
+            )
+        ]
+        (gradients,) = pull(weights)
+        return gradients
+
+    return jax.vmap(one_example)(
+        [captured[number] for number in numbers], [cotangents[number] for number in numbers]
+    )
+
+
+def _one_weight_gradient(site: Site, weights, captured, cotangents) -> list[jax.Array]:
+    """Gradient of one example with respect to a site's PARAM operands."""
+    if _factors.is_factored(site) and site.name != "gather":
+        part = _factors.factors(site, [a[None] for a in captured], cotangents[0][None])
+        gradient = _factors.weight_gradient(site, _factors.explicit(part)[0])
+        return [gradient.astype(weights[0].dtype)]
+    _, pull = jax.vjp(lambda weights: site.applied()(weights, list(captured)), weights)
+    (gradients,) = pull(list(cotangents))
+    return gradients
+
+
+def _summed(split: _Split, number: int, captured, cotangents, factors, usable) -> list[jax.Array]:
+    """Σ_i c_i ∂ℓ_i/∂W at one site, the way ordinary training computes a weight's gradient."""
+    site = split.program.sites[number]
+    # A row that is not usable may hold NaN on either side, and 0 · NaN is not 0.
+    inputs = [_masked(usable, _widened(a)) for a in captured]
+    deltas = [_scaled(factors, usable, _widened(d)) for d in cotangents]
+    weights = [jnp.zeros(shape.shape, _float32_or_wider(shape)) for shape in site.param_shapes]
+    fun = jax.vmap(site.applied(), in_axes=(None, 0), out_axes=0, axis_size=usable.shape[0])
+    _, pull = jax.vjp(lambda weights: fun(weights, inputs), weights)
+    (gradients,) = pull(deltas)
+    return gradients
+
+
+def _pull_back(split: _Split, weight_sums: dict[int, list[jax.Array]]) -> list[jax.Array]:
+    """Sums with respect to sites' operands, carried back to the parameter leaves."""
+    wide = [leaf.astype(_float32_or_wider(leaf)) for leaf in split.leaves]
+    numbers = sorted(weight_sums)
+
+    def operands(leaves):
+        everything = split.program.operands(leaves, split.constants)
+        return [everything[number] for number in numbers]
+
+    values, pull = jax.vjp(operands, wide)
+    cotangents = [
+        [total.astype(value.dtype) for total, value in zip(weight_sums[n], row, strict=True)]
+        for n, row in zip(numbers, values, strict=True)
+    ]
+    (sums,) = pull(cotangents)
+    return list(sums)
+
+
+def _weighted_sum(factors: jax.Array, usable: jax.Array, gradient: jax.Array) -> jax.Array:
+    scaled = _scaled(factors, usable, gradient)
+    return scaled.sum(axis=0)
+
+
+def _scaled(factors: jax.Array, usable: jax.Array, array: jax.Array) -> jax.Array:
+    shape = (-1,) + (1,) * (array.ndim - 1)
+    return _masked(usable, array * factors.reshape(shape).astype(array.dtype))
+
+
+def _masked(usable: jax.Array, array: jax.Array) -> jax.Array:
+    shape = (-1,) + (1,) * (array.ndim - 1)
+    return jnp.where(usable.reshape(shape), array, jnp.zeros([], array.dtype))
+
+
+def _widened(array: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return array.astype(_float32_or_wider(array))
+
+
+def _float32_or_wider(array: Any) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
+def _sum_roundoff(site: Site) -> float:
+    """Relative rounding of Σ_t L_t ⊗ R_t as `_summed` computes it, in units of the spread.
+
+    Each product of a matrix unit that rounds its inputs (TF32 keeps 11 bits) errs by at most
+    2·2⁻¹¹; accumulation over T positions in float32 by T·2⁻²⁴ at worst and about sqrt(T)·2⁻²⁴ in
+    practice, of which four times is taken.
+    """
+    positions = _factors.sizes(site).positions
+    if jnp.promote_types(site.out_shapes[0].dtype, jnp.float32) == jnp.float64:
+        return 4 * math.sqrt(positions) * 2.0**-53
+    accumulation = 4 * math.sqrt(positions) * 2.0**-24
+    return accumulation + (2.0**-10 if _rounds_inputs(site) else 0.0)
+
+
+def _rounds_inputs(site: Site) -> bool:
+    """Whether float32 products of this site are computed from shortened inputs."""
+    if site.name == "gather" or jax.default_backend() == "cpu":
+        return False
+    precision = site.params.get("precision")
+    chosen = precision[0] if isinstance(precision, tuple) else precision
+    if chosen is None:
+        chosen = jax.config.jax_default_matmul_precision
+    return chosen not in (lax.Precision.HIGHEST, "highest", "float32")
+
+
+def _in_microbatches(run, rows: list[jax.Array], is_padding: jax.Array, size: int | None):
+    """Runs all rows at once, or `size` at a time with the sums accumulated."""
+    count = is_padding.shape[0]
+    if size is None or size >= count:
+        return run(rows, is_padding)
+    extra = -count % size
+    index = jnp.concatenate([jnp.arange(count), jnp.zeros(extra, int)])
+    blocks = [row[index].reshape(-1, size, *row.shape[1:]) for row in rows]
+    padding = jnp.concatenate([is_padding, jnp.ones(extra, bool)]).reshape(-1, size)
+
+    def step(total, block):
+        sums, losses, norms = run(*block)
+        return jax.tree.map(jnp.add, total, sums), (losses, norms)
+
+    shapes, *_ = jax.eval_shape(run, [block[0] for block in blocks], padding[0])
+    zero = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    total, (losses, norms) = lax.scan(step, zero, (blocks, padding))
+    return total, losses.reshape(-1)[:count], norms.reshape(-1)[:count]

@@ -1,0 +1,445 @@
+"""Reads a loss function's jaxpr and finds where parameters meet data.
+
+The loss of *one* example is traced to a jaxpr, and every value in it is one of three kinds:
+
+    CONST   depends on neither the trainable parameters nor the example
+    PARAM   depends on trainable parameters only
+    BATCH   depends on the example (and perhaps on parameters)
+
+An equation that takes a PARAM and a BATCH operand is a *site*. A zero probe is added to each of its
+results. Under `vmap` over examples, one backward pass with respect to the probes yields every
+site's cotangent, example by example; from those and the BATCH operands everything else follows:
+
+    ∂ℓ_i/∂θ = Σ_sites (∂W/∂θ)ᵀ (∂site/∂W)ᵀ δ_i,        W(θ) the site's PARAM operand.
+
+The jaxpr is interpreted three times, always in the same order, so that sites can be counted off:
+to find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and
+to compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+SHIFTS = {"add": 1, "add_any": 1, "sub": -1}
+
+
+class Kind(enum.Enum):
+    """What a value depends on."""
+
+    CONST = 0
+    PARAM = 1
+    BATCH = 2
+
+
+class View(NamedTuple):
+    """A PARAM value that holds exactly the entries of one parameter leaf, rearranged.
+
+    `layout` names the arrangement: equal layouts of one leaf are equal arrays. Where it is a pure
+    permutation of axes, `axes` gives the leaf's axis for each axis of the value (None for an axis
+    of size one that was inserted).
+    """
+
+    leaf: int
+    layout: tuple
+    axes: tuple[int | None, ...] | None
+
+
+class Value(NamedTuple):
+    """A value in the interpretation: its kind, itself (None where not computed), its origins."""
+
+    kind: Kind
+    value: Any
+    view: View | None = None
+    leaves: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place where parameters meet data.
+
+    Attributes:
+        name: the primitive's name, or "lift" where a PARAM becomes a loop's first carry.
+        params: the primitive's parameters.
+        apply: `apply(param_operands, other_operands) -> list of outputs` for one example and one
+            loop iteration; only the outputs that carry gradients.
+        views: of each PARAM operand, its View or None.
+        leaves: the parameter leaves that the PARAM operands depend on.
+        param_positions: which operands of the equation are PARAM.
+        param_shapes: shape and dtype of each PARAM operand.
+        loops: lengths of the enclosing scans, outermost first.
+        out_shapes: shape and dtype of the outputs, without loop axes.
+        captures: which operands are captured for use after the backward pass.
+    """
+
+    name: str
+    params: dict[str, Any]
+    apply: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    views: tuple[View | None, ...]
+    leaves: frozenset[int]
+    param_positions: tuple[int, ...]
+    param_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    loops: tuple[int, ...]
+    out_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    captures: tuple[int, ...]
+
+    def applied(self) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+        """`apply` over the loop axes (the parameters are the same in every iteration)."""
+        fun = self.apply
+        for length in reversed(self.loops):
+            fun = jax.vmap(fun, in_axes=(None, 0), out_axes=0, axis_size=length)
+        return fun
+
+    def probe_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the probes for one example."""
+        return tuple(
+            jax.ShapeDtypeStruct(self.loops + out.shape, out.dtype) for out in self.out_shapes
+        )
+
+
+class UnrecognisedError(Exception):
+    """The loss cannot be split into sites; per-example gradients must be taken of all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced loss: its jaxpr, which inputs are trainable leaves, and its sites.
+
+    Inputs of the jaxpr are the trainable leaves, then the other inputs, in order.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    num_leaves: int
+    num_constants: int
+    sites: tuple[Site, ...]
+
+    def operands(self, leaves: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list:
+        """The PARAM operands of every site, as a differentiable function of the leaves."""
+        run = _Interpreter(mode=_Mode.OPERANDS)
+        run.program(self, leaves, constants, [None] * self._num_batch)
+        return [list(operands) for operands in run.operands]
+
+    def forward(
+        self,
+        leaves: Sequence[jax.Array],
+        constants: Sequence[jax.Array],
+        example: Sequence[jax.Array],
+        probes: Sequence[Sequence[jax.Array]],
+    ) -> tuple[jax.Array, list]:
+        """The loss of one example with probes added, and each site's captured operands."""
+        run = _Interpreter(mode=_Mode.FORWARD, probes=probes)
+        loss = run.program(self, leaves, constants, example)
+        return loss.value, run.captured
+
+    @property
+    def _num_batch(self) -> int:
+        return len(self.jaxpr.jaxpr.invars) - self.num_leaves - self.num_constants
+
+
+def trace(
+    loss: Callable[..., jax.Array],
+    leaves: Sequence[Any],
+    constants: Sequence[Any],
+    example: Sequence[Any],
+) -> Program:
+    """Traces `loss(*leaves, *constants, *example)`, of one example, and finds its sites."""
+    jaxpr = jax.make_jaxpr(loss)(*leaves, *constants, *example)
+    program = Program(jaxpr, len(leaves), len(constants), ())
+    run = _Interpreter(mode=_Mode.OPERANDS)
+
+    def record(leaves, constants):
+        result = run.program(program, leaves, constants, [None] * len(example))
+        if result.kind is not Kind.BATCH:
+            raise UnrecognisedError("the loss does not depend on the example")
+        return ()
+
+    jax.eval_shape(record, leaves, constants)
+    return dataclasses.replace(program, sites=tuple(run.sites))
+
+
+class _Mode(enum.Enum):
+    OPERANDS = 0
+    FORWARD = 1
+
+
+class _Interpreter:
+    """One walk over a program; see the module's docstring for the two modes."""
+
+    def __init__(self, mode: _Mode, probes: Sequence[Sequence[jax.Array]] = ()):
+        self.mode = mode
+        self.probes = probes
+        self.sites: list[Site] = []
+        self.operands: list[tuple] = []
+        self.captured: list[tuple] = []
+        self.loops: tuple[int, ...] = ()
+
+    def program(self, program: Program, leaves, constants, example) -> Value:
+        inputs = [
+            *(
+                Value(
+                    Kind.PARAM,
+                    leaf,
+                    _whole_leaf(number, jnp.ndim(leaf)),
+                    frozenset([number]),
+                )
+                for number, leaf in enumerate(leaves)
+            ),
+            *(Value(Kind.CONST, constant) for constant in constants),
+            *(Value(Kind.BATCH, part) for part in example),
+        ]
+        consts = [Value(Kind.CONST, const) for const in program.jaxpr.consts]
+        (loss,) = self.jaxpr(program.jaxpr.jaxpr, consts, inputs)
+        return loss
+
+    def jaxpr(self, jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+        def read(atom) -> Value:
+            if isinstance(atom, core.Literal):
+                return Value(Kind.CONST, atom.val)
+            return environment[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            environment.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn, inputs: list[Value]) -> list[Value]:
+        kinds = {value.kind for value in inputs}
+        name = eqn.primitive.name
+        if Kind.PARAM not in kinds:
+            kind = Kind.BATCH if Kind.BATCH in kinds else Kind.CONST
+            return self.plain(eqn, inputs, kind)
+        if name in INLINED:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            closed = isinstance(inner, core.ClosedJaxpr)
+            consts = [Value(Kind.CONST, c) for c in inner.consts] if closed else []
+            return self.jaxpr(inner.jaxpr if closed else inner, consts, inputs)
+        if Kind.BATCH not in kinds:
+            return self.plain(eqn, inputs, Kind.PARAM)
+        if name == "scan" and not self._scans_over_parameters(eqn, inputs):
+            return self.scan(eqn, inputs)
+        return self.site(eqn, inputs)
+
+    def plain(self, eqn, inputs: list[Value], kind: Kind) -> list[Value]:
+        """An equation that is no site: just evaluated, unless its inputs are unknown here."""
+        leaves = frozenset().union(*(value.leaves for value in inputs))
+        if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
+            return [Value(Kind.BATCH, None) for _ in eqn.outvars]
+        outputs = _bind(eqn, [value.value for value in inputs])
+        views = [None] * len(outputs)
+        if kind is Kind.PARAM and len(inputs) == 1:
+            views = [_view_after(eqn, inputs[0].view)]
+        return [
+            Value(kind, output, view, leaves if kind is Kind.PARAM else frozenset())
+            for output, view in zip(outputs, views, strict=True)
+        ]
+
+    def site(self, eqn, inputs: list[Value]) -> list[Value]:
+        positions = tuple(i for i, v in enumerate(inputs) if v.kind is Kind.PARAM)
+        wanted = tuple(
+            i for i, var in enumerate(eqn.outvars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        )
+        shift = SHIFTS.get(eqn.primitive.name)
+
+        def apply(params: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            if shift is not None:
+                # d(x + w)/dw does not need x.
+                signed = params[0] if positions[0] == 0 or shift > 0 else -params[0]
+                return [jnp.broadcast_to(signed, eqn.outvars[0].aval.shape)]
+            params_iter, others_iter = iter(params), iter(others)
+            operands = [
+                next(params_iter) if i in positions else next(others_iter)
+                for i in range(len(eqn.invars))
+            ]
+            outputs = _bind(eqn, operands)
+            return [outputs[i] for i in wanted]
+
+        others = tuple(i for i in range(len(inputs)) if i not in positions)
+        return self._meet(
+            name=eqn.primitive.name,
+            params=eqn.params,
+            apply=apply,
+            inputs=inputs,
+            positions=positions,
+            captures=() if shift is not None else others,
+            evaluate=lambda values: _bind(eqn, values),
+            out_avals=[var.aval for var in eqn.outvars],
+            wanted=wanted,
+        )
+
+    def lift(self, value: Value) -> Value:
+        """Makes a PARAM value a BATCH one: a site whose only operand is the parameter."""
+        aval = jax.typeof(value.value)
+        (lifted,) = self._meet(
+            name="lift",
+            params={},
+            apply=lambda params, others: [params[0]],
+            inputs=[value],
+            positions=(0,),
+            captures=(),
+            evaluate=lambda values: [values[0]],
+            out_avals=[aval],
+            wanted=(0,) if jnp.issubdtype(aval.dtype, jnp.inexact) else (),
+        )
+        return lifted
+
+    def _meet(
+        self, *, name, params, apply, inputs, positions, captures, evaluate, out_avals, wanted
+    ) -> list[Value]:
+        if self.mode is _Mode.OPERANDS:
+            given = [inputs[i] for i in positions]
+            self.operands.append(tuple(v.value for v in given))
+            self.sites.append(
+                Site(
+                    name=name,
+                    params=params,
+                    apply=apply,
+                    views=tuple(v.view for v in given),
+                    leaves=frozenset().union(*(v.leaves for v in given)),
+                    param_positions=positions,
+                    param_shapes=tuple(_shape(v.value) for v in given),
+                    loops=self.loops,
+                    out_shapes=tuple(
+                        jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in wanted
+                    ),
+                    captures=captures,
+                )
+            )
+            return [Value(Kind.BATCH, None) for _ in out_avals]
+        number = len(self.captured)
+        values = [value.value for value in inputs]
+        self.captured.append(tuple(values[i] for i in captures))
+        outputs = list(evaluate(values))
+        for i, probe in zip(wanted, self.probes[number], strict=True):
+            outputs[i] = outputs[i] + probe
+        return [Value(Kind.BATCH, output) for output in outputs]
+
+    @staticmethod
+    def _scans_over_parameters(eqn, inputs: list[Value]) -> bool:
+        start = eqn.params["num_consts"] + eqn.params["num_carry"]
+        return any(value.kind is Kind.PARAM for value in inputs[start:])
+
+    def scan(self, eqn, inputs: list[Value]) -> list[Value]:
+        """A loop whose constants hold parameters: sites inside it, probed at every iteration."""
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        length, body = eqn.params["length"], eqn.params["jaxpr"]
+        consts = inputs[:num_consts]
+        carry = [
+            self.lift(value) if value.kind is Kind.PARAM else value
+            for value in inputs[num_consts : num_consts + num_carry]
+        ]
+        rest = inputs[num_consts + num_carry :]
+        body_consts = [Value(Kind.CONST, const) for const in body.consts]
+        outer = self.loops
+        if self.mode is _Mode.OPERANDS:
+            # Everything PARAM in the body is loop-invariant, so it is computed here, outside.
+            self.loops = (*outer, length)
+            unknown = [Value(Kind.BATCH, None)] * (num_carry + len(rest))
+            self.jaxpr(body.jaxpr, body_consts, [*consts, *unknown])
+            self.loops = outer
+            return [Value(Kind.BATCH, None) for _ in eqn.outvars]
+
+        first = len(self.captured)
+        num_sites = _count_sites(body, consts, num_carry + len(rest))
+        probes = [list(p) for p in self.probes[first : first + num_sites]]
+
+        def step(state, inputs):
+            xs, probes = inputs
+            inner = _Interpreter(_Mode.FORWARD, probes)
+            batch = [Value(Kind.BATCH, value) for value in [*state, *xs]]
+            outputs = inner.jaxpr(body.jaxpr, body_consts, [*consts, *batch])
+            values = [output.value for output in outputs]
+            return values[:num_carry], (values[num_carry:], inner.captured)
+
+        state, (stacked, captured) = jax.lax.scan(
+            step,
+            [jnp.asarray(value.value) for value in carry],
+            ([value.value for value in rest], probes),
+            length=length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        self.captured.extend(captured)
+        return [Value(Kind.BATCH, value) for value in [*state, *stacked]]
+
+
+def _count_sites(body, consts: Sequence[Value], num_unknown: int) -> int:
+    """The number of sites in a loop's body, found by walking it once more without values."""
+    counter = _Interpreter(_Mode.OPERANDS)
+
+    def record(values):
+        known = [v._replace(value=value) for v, value in zip(consts, values, strict=True)]
+        unknown = [Value(Kind.BATCH, None)] * num_unknown
+        body_consts = [Value(Kind.CONST, const) for const in body.consts]
+        counter.jaxpr(body.jaxpr, body_consts, [*known, *unknown])
+        return ()
+
+    jax.eval_shape(record, [value.value for value in consts])
+    return len(counter.sites)
+
+
+def _bind(eqn, operands: Sequence[Any]) -> list[Any]:
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Releases of JAX before 0.10 return functions to bind apart from the parameters.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        outputs = eqn.primitive.bind(*subfuns, *operands, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+def _whole_leaf(number: int, ndim: int) -> View:
+    axes = tuple(range(ndim))
+    return View(number, ("axes", axes), axes)
+
+
+def _view_after(eqn, view: View | None) -> View | None:
+    """The view after an equation that only rearranges entries; None after any other."""
+    if view is None:
+        return None
+    name, axes = eqn.primitive.name, view.axes
+    (out,) = eqn.outvars
+    match name:
+        case "transpose":
+            order = eqn.params["permutation"]
+            new = None if axes is None else tuple(axes[i] for i in order)
+            step = (name, tuple(order))
+        case "squeeze":
+            dropped = eqn.params["dimensions"]
+            new = (
+                None
+                if axes is None
+                else tuple(axis for i, axis in enumerate(axes) if i not in dropped)
+            )
+            step = (name, tuple(dropped))
+        case "expand_dims" | "broadcast_in_dim" | "reshape":
+            shape = tuple(out.aval.shape)
+            if out.aval.size != eqn.invars[0].aval.size:
+                return None
+            new = None
+            step = (name, shape)
+            if name == "broadcast_in_dim" and axes is not None:
+                kept = eqn.params["broadcast_dimensions"]
+                new = tuple(axes[kept.index(i)] if i in kept else None for i in range(len(shape)))
+            elif tuple(eqn.invars[0].aval.shape) == shape:
+                return view
+        case "convert_element_type" | "copy" | "copy_p" | "reduce_precision":
+            if not jnp.issubdtype(out.aval.dtype, jnp.floating):
+                return None
+            return view
+        case _:
+            return None
+    if new is not None:
+        # Pure permutations are named by where they end up, however they got there.
+        return View(view.leaf, ("axes", new), new)
+    return View(view.leaf, (*view.layout, step), None)
