@@ -323,12 +323,12 @@ class _Interpreter:
 
     @staticmethod
     def _scans_over_parameters(eqn, inputs: list[Value]) -> bool:
-        start = eqn.params["num_consts"] + eqn.params["num_carry"]
+        start = sum(_scan_arity(eqn))
         return any(value.kind is Kind.PARAM for value in inputs[start:])
 
     def scan(self, eqn, inputs: list[Value]) -> list[Value]:
         """A loop whose constants hold parameters: sites inside it, probed at every iteration."""
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _scan_arity(eqn)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         consts = inputs[:num_consts]
         carry = [
@@ -368,6 +368,15 @@ class _Interpreter:
         )
         self.captured.extend(captured)
         return [Value(Kind.BATCH, value) for value in [*state, *stacked]]
+
+
+def _scan_arity(eqn) -> tuple[int, int]:
+    """The number of constants and of carried values among a scan's operands."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # From JAX 0.11 on a scan's operands are grouped by a tree instead.
+    consts, carry, _ = eqn.params["ft_in"].update(list(eqn.invars)).unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def _count_sites(body, consts: Sequence[Value], num_unknown: int) -> int:

@@ -1,0 +1,171 @@
+"""The paper's networks as plain JAX: `init(key) -> params` and `loss(params, example) -> scalar`.
+
+An example of the image networks is `(image, label)`, with the image as float32 [height, width,
+channels]; one of the language models is a row of token numbers, of which each predicts the next.
+Where the paper's table is silent, field practice decides: tanh activations, "same" padding for
+CIFAR-10, and two 2x2 stride-1 max-pools in the EMNIST network of Papernot et al.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mirrordp.types import LossFn, Params
+
+
+class Network(NamedTuple):
+    """A network: how to initialise it, what it predicts, and its loss on one example."""
+
+    init: "callable"
+    predict: "callable"
+    loss: LossFn
+
+
+def _dense_init(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
+    """Glorot-uniform weights."""
+    limit = math.sqrt(6 / (fan_in + shape[-1]))
+    return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
+
+
+def _conv(x: jax.Array, layer: Params, *, stride: int = 1, padding: str = "SAME") -> jax.Array:
+    out = lax.conv_general_dilated(
+        x[None],
+        layer["kernel"],
+        (stride, stride),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )[0]
+    return jnp.tanh(out + layer["bias"])
+
+
+def _conv_init(key: jax.Array, size: int, inputs: int, outputs: int) -> Params:
+    fan_in, fan_out = size * size * inputs, size * size * outputs
+    limit = math.sqrt(6 / (fan_in + fan_out))
+    kernel = jax.random.uniform(key, (size, size, inputs, outputs), minval=-limit, maxval=limit)
+    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+
+
+def _dense(x: jax.Array, layer: Params) -> jax.Array:
+    return x @ layer["kernel"] + layer["bias"]
+
+
+def _linear_init(key: jax.Array, inputs: int, outputs: int) -> Params:
+    return {"kernel": _dense_init(key, inputs, inputs, outputs), "bias": jnp.zeros(outputs)}
+
+
+def _max_pool(x: jax.Array, *, stride: int) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 2, 1), (stride, stride, 1), "VALID")
+
+
+def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits) - logits[label]
+
+
+def cifar10_cnn() -> Network:
+    """Six 3x3 convolutions (32, 32, 64, 64, 128, 128), three max-pools; 550,570 parameters."""
+    widths = (32, 32, 64, 64, 128, 128)
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 8)
+        inputs = (3, *widths[:-1])
+        convs = [_conv_init(k, 3, a, b) for k, a, b in zip(keys[:6], inputs, widths, strict=True)]
+        return {
+            "convs": convs,
+            "hidden": _linear_init(keys[6], 4 * 4 * 128, 128),
+            "out": _linear_init(keys[7], 128, 10),
+        }
+
+    def predict(params: Params, image: jax.Array) -> jax.Array:
+        x = image
+        for number, layer in enumerate(params["convs"]):
+            x = _conv(x, layer)
+            if number % 2 == 1:
+                x = _max_pool(x, stride=2)
+        x = jnp.tanh(_dense(x.reshape(-1), params["hidden"]))
+        return _dense(x, params["out"])
+
+    return _classifier(init, predict)
+
+
+def emnist_cnn(num_classes: int = 47) -> Network:
+    """Two convolutions (16 of 8x8, 32 of 4x4, stride 2); 27,231 parameters for 47 classes."""
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 4)
+        return {
+            "conv1": _conv_init(keys[0], 8, 1, 16),
+            "conv2": _conv_init(keys[1], 4, 16, 32),
+            "hidden": _linear_init(keys[2], 4 * 4 * 32, 32),
+            "out": _linear_init(keys[3], 32, num_classes),
+        }
+
+    def predict(params: Params, image: jax.Array) -> jax.Array:
+        x = _max_pool(_conv(image, params["conv1"], stride=2), stride=1)
+        x = _max_pool(_conv(x, params["conv2"], stride=2, padding="VALID"), stride=1)
+        x = jnp.tanh(_dense(x.reshape(-1), params["hidden"]))
+        return _dense(x, params["out"])
+
+    return _classifier(init, predict)
+
+
+def _classifier(init, predict) -> Network:
+    def loss(params: Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
+        image, label = example
+        return _cross_entropy(predict(params, image), label)
+
+    return Network(init, predict, loss)
+
+
+def lstm_language_model(vocabulary: int = 8000, width: int = 120, layers: int = 2) -> Network:
+    """Embedding, LSTM layers of equal width, and a dense output: WikiText-2's network."""
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 2 + 2 * layers)
+        cells = [
+            {
+                "input": _dense_init(keys[2 + 2 * n], width, width, 4 * width),
+                "state": _dense_init(keys[3 + 2 * n], width, width, 4 * width),
+                # A forget gate that starts open lets gradients through from the first step.
+                "bias": jnp.zeros(4 * width).at[width : 2 * width].set(1.0),
+            }
+            for n in range(layers)
+        ]
+        return {
+            "embedding": jax.random.uniform(keys[0], (vocabulary, width), minval=-0.1, maxval=0.1),
+            "cells": cells,
+            "out": _linear_init(keys[1], width, vocabulary),
+        }
+
+    def predict(params: Params, tokens: jax.Array) -> jax.Array:
+        x = params["embedding"][tokens]
+        for cell in params["cells"]:
+            x = _lstm(cell, x)
+        return _dense(x, params["out"])
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        logits = predict(params, tokens[:-1])
+        targets = tokens[1:]
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+
+    return Network(init, predict, loss)
+
+
+def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:
+    width = cell["state"].shape[0]
+    projected = inputs @ cell["input"] + cell["bias"]
+
+    def step(state, x):
+        hidden, memory = state
+        gates = x + hidden @ cell["state"]
+        i, f, g, o = jnp.split(gates, 4)
+        memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zero = jnp.zeros(width, inputs.dtype)
+    _, outputs = lax.scan(step, (zero, zero), projected)
+    return outputs
