@@ -104,6 +104,10 @@ def fixed_size_event(
     """`num_steps` Gaussian sums, each over `batch_size` of `num_examples` records at random."""
     _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.positive_integer(num_examples=num_examples, batch_size=batch_size)
+    if batch_size > num_examples:
+        raise ValueError(
+            f"batch_size must be at most num_examples={num_examples}, got {batch_size}."
+        )
     gaussian = dp_accounting.GaussianDpEvent(float(noise_multiplier))
     if batch_size == num_examples:
         return _repeated(gaussian, num_steps)
@@ -114,6 +118,8 @@ def fixed_size_event(
 
 
 def _repeated(event: DpEvent, count: int) -> DpEvent:
+    if count != 0:
+        _validate.positive_integer(num_steps=count)
     return (
         dp_accounting.NoOpDpEvent()
         if count == 0
@@ -173,6 +179,9 @@ def resolve_accountant(
     event: DpEvent, adjacency: Adjacency, accountant: Accountant | None = None
 ) -> Accountant:
     """The accountant to use: the given one if it can analyse the event, else PLD before RDP."""
+    _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT, for one.", adjacency=adjacency)
+    if accountant is not None:
+        _validate.instance_of(Accountant, "Use Accountant.PLD or None.", accountant=accountant)
     supported = [kind for kind in Accountant if _fresh(kind, adjacency).supports(event)]
     if accountant is None and supported:
         return supported[0]
@@ -347,9 +356,11 @@ def _smallest_safe_noise(
             if guess < 1e-2:
                 break
         else:
-            aim = math.log((1 - tolerance / 2) * epsilon_target)
-            slope = math.log(safe / unsafe) / math.log(safe_epsilon / unsafe_epsilon)
-            guess = safe * math.exp(slope * (aim - math.log(safe_epsilon)))
+            guess = math.sqrt(safe * unsafe)
+            if safe_epsilon > 0 and math.isfinite(unsafe_epsilon):
+                aim = math.log((1 - tolerance / 2) * epsilon_target)
+                slope = math.log(safe / unsafe) / math.log(safe_epsilon / unsafe_epsilon)
+                guess = safe * math.exp(slope * (aim - math.log(safe_epsilon)))
             margin = 0.02 * (safe - unsafe)
             guess = min(max(guess, unsafe + margin), safe - margin)
         value = achieved(guess)

@@ -96,6 +96,8 @@ def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:
     if trainable is None:
         return params
     mask = jax.tree.broadcast(trainable, params)
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError("trainable must be True for at least one parameter, got none.")
     return jax.tree.map(lambda leaf, keep: leaf if keep else None, params, mask)
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from mirrordp import _validate, accounting, clipping
+from mirrordp import _validate, accounting, ghost
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
 from mirrordp.noise import GaussianNoise, Noise
@@ -66,7 +66,11 @@ class Mechanism:
             raise ValueError(f"unit must be one of {UNITS}, got {self.unit!r}.")
         self.sampling.check(self.adjacency)
         self._check_noise()
-        accounting.resolve_accountant(self.event, self.adjacency, self.accountant)
+        chosen = accounting.resolve_accountant(self.event, self.adjacency, self.accountant)
+        if self.orders is not None:
+            object.__setattr__(self, "orders", tuple(float(order) for order in self.orders))
+            if chosen is Accountant.PLD:
+                raise ValueError("orders belong to the RDP accountant; pass accountant=RDP too.")
 
     def _check_noise(self) -> None:
         bands = self.noise.num_bands
@@ -114,6 +118,7 @@ class Mechanism:
             **options: the remaining arguments of `Mechanism`.
         """
         _validate.positive(epsilon=epsilon)
+        _validate.open_unit_interval(delta=delta)
         template = cls(
             sampling=sampling,
             l2_clip_norm=l2_clip_norm,
@@ -143,6 +148,8 @@ class Mechanism:
 
     def event_between(self, start: int, stop: int) -> DpEvent:
         """What charged steps number `start` to `stop` − 1 add to the cost of the first `start`."""
+        if not 0 <= start <= stop:
+            raise ValueError(f"steps must satisfy 0 <= start <= stop, got {start} and {stop}.")
         if stop > self.num_steps:
             raise ValueError(
                 f"the mechanism was made for {self.num_steps} steps, got a request for step "
@@ -160,6 +167,8 @@ class Mechanism:
         _validate.open_unit_interval(delta=delta)
         _warn_large_delta(delta, self.sampling)
         steps = self.num_steps if num_steps is None else num_steps
+        if steps != 0:
+            _validate.positive_integer(num_steps=steps)
         return accounting.epsilon(
             self.event_between(0, steps),
             delta,
@@ -194,8 +203,8 @@ class Mechanism:
         trainable: PyTree | None = None,
         microbatch_size: int | None = None,
     ) -> ClippedGrad:
-        """The clipped sum at this mechanism's clip norm; see `mirrordp.clipped_grad`."""
-        return clipping.clipped_grad(
+        """The clipped sum at this mechanism's clip norm; see `mirrordp.ghost`."""
+        return ghost.clipped_grad(
             loss_fn,
             l2_clip_norm=self.l2_clip_norm,
             trainable=trainable,

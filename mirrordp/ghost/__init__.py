@@ -16,13 +16,13 @@ A parameter whose use is not recognised gets explicit per-example gradients, tha
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mirrordp import _validate
+from mirrordp import _validate, clipping
 from mirrordp.clipping import (
     ClippedGrad,
     ClipStats,
@@ -33,7 +33,7 @@ from mirrordp.clipping import (
 )
 from mirrordp.ghost import _factors, _tracing
 from mirrordp.ghost._factors import Factors
-from mirrordp.ghost._tracing import Program, Site
+from mirrordp.ghost._tracing import Program, Site, UnrecognisedError
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
 
@@ -54,6 +54,9 @@ def clipped_grad(
         _validate.positive_integer(microbatch_size=microbatch_size)
     keyed_loss = with_key(loss_fn)
     needs_key = takes_key(loss_fn)
+    oracle = clipping.clipped_grad(
+        loss_fn, l2_clip_norm=l2_clip_norm, trainable=trainable, microbatch_size=microbatch_size
+    )
 
     def with_stats(
         params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
@@ -63,12 +66,104 @@ def clipped_grad(
                 "the loss function takes a random key, so the clipped gradient needs keys=, "
                 "one per example. Pass jax.random.split(key, batch_size)."
             )
-        split = _Split.of(keyed_loss, params, (batch, keys), trainable)
+        try:
+            split = _Split.of(keyed_loss, params, (batch, keys), trainable)
+        except UnrecognisedError:
+            return oracle.with_stats(params, batch, is_padding, keys=keys)
         run = lambda rows, padding: _clipped_sum(split, rows, padding, l2_clip_norm)  # noqa: E731
         total, losses, norms = _in_microbatches(run, split.rows, is_padding, microbatch_size)
         return split.tree(total), ClipStats(losses, norms)
 
     return ClippedGrad(with_stats, float(l2_clip_norm), needs_key)
+
+
+class ParameterPath(NamedTuple):
+    """How one parameter's norm is found, and what that takes per example.
+
+    Attributes:
+        name: the parameter's place in the tree.
+        shape: its shape.
+        path: "gram", "product" (its gradient is formed from factors), "explicit" (its gradient is
+            pulled back example by example) or "unused".
+        reason: why it is not a Gram matrix or a product.
+        operations: multiplications and additions for the norm.
+        numbers: entries that are held for it at a time.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    reason: str
+    operations: int
+    numbers: int
+
+
+def explain(
+    loss_fn: LossFn, params: Params, batch: Batch, *, trainable: PyTree | None = None
+) -> list[ParameterPath]:
+    """Prints, per trainable parameter, the path that `clipped_grad` takes, its cost and memory.
+
+    Args:
+        loss_fn: as in `clipped_grad`.
+        params: the parameters, or arrays of their shapes.
+        batch: a batch; only its shapes matter.
+        trainable: as in `clipped_grad`.
+
+    Returns:
+        What was printed, a row per parameter.
+    """
+    rows = len(jax.tree.leaves(batch)[0])
+    keys = jax.random.split(jax.random.key(0), rows) if takes_key(loss_fn) else None
+    split = _Split.of(with_key(loss_fn), params, (batch, keys), trainable)
+    named = jax.tree_util.tree_leaves_with_path(trainable_part(params, trainable))
+    paths = [
+        _explain_leaf(split, number, jax.tree_util.keystr(path) or "params")
+        for number, (path, _) in enumerate(named)
+    ]
+    header = ("parameter", "shape", "path", "operations", "numbers", "why explicit")
+    table = [
+        (p.name, str(p.shape), p.path, f"{p.operations:,}", f"{p.numbers:,}", p.reason)
+        for p in paths
+    ]
+    widths = [max(len(row[i]) for row in [header, *table]) for i in range(len(header))]
+    for row in [header, *table]:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return paths
+
+
+def _explain_leaf(split: "_Split", leaf: int, name: str) -> ParameterPath:
+    plan, sites = split.plan, split.program.sites
+    shape = split.leaves[leaf].shape
+    size = math.prod(shape)
+    if leaf in plan.gram:
+        parts = [_factors.sizes(sites[number]) for number, _ in plan.gram[leaf]]
+        positions = sum(part.positions for part in parts)
+        groups, entries = parts[0].groups, parts[0].left + parts[0].right
+        if any(sites[number].name == "gather" for number, _ in plan.gram[leaf]):
+            entries = parts[0].right
+        operations = 2 * groups * positions**2 * entries
+        return ParameterPath(name, shape, "gram", "", operations, 2 * groups * positions**2)
+    if leaf in plan.explicit:
+        part = _factors.sizes(sites[plan.explicit[leaf]])
+        operations = 2 * part.groups * part.positions * part.left * part.right
+        return ParameterPath(name, shape, "product", "", operations, size)
+    if leaf in plan.unused:
+        return ParameterPath(name, shape, "unused", "no example's loss depends on it", 0, 0)
+    return ParameterPath(name, shape, "explicit", _reason(split, leaf), 2 * size, size)
+
+
+def _reason(split: "_Split", leaf: int) -> str:
+    """Why a leaf has no factors, in words."""
+    for site in split.program.sites:
+        if leaf not in site.leaves:
+            continue
+        if not _factors.is_factored(site):
+            return f"enters through {site.name}"
+        if site.views[0] is None:
+            return f"behind a function of parameters, before {site.name}"
+    return "used several times in layouts that differ"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +297,9 @@ def _clipped_sum(
             *plan.explicit.values(),
         )
     }
-    explicit = {number: _factors.explicit(parts[number]) for number in plan.explicit.values()}
+    explicit = {
+        number: _factors.explicit(sites[number], parts[number]) for number in plan.explicit.values()
+    }
     fallback = _fallback_gradients(split, captured, cotangents) if plan.fallback else []
 
     with jax.enable_x64(True):
@@ -220,18 +317,17 @@ def _clipped_sum(
         factors = lax.convert_element_type(factors, jnp.float32)
         norms = lax.convert_element_type(norms, jnp.float32)
 
-    weight_sums: dict[int, list[jax.Array]] = {}
-    for uses in plan.gram.values():
-        for number, _ in uses:
-            weight_sums[number] = _summed(
-                split, number, captured[number], cotangents[number], factors, usable
-            )
-    for number, gradient in explicit.items():
-        total = _weighted_sum(factors, usable, gradient)
-        weight_sums[number] = [_factors.weight_gradient(sites[number], total)]
+    weight_sums = {
+        number: _factors.weighted_sum(sites[number], parts[number], factors)
+        for uses in plan.gram.values()
+        for number, _ in uses
+    } | {
+        number: _factors.scaled(gradient, factors).sum(axis=0)
+        for number, gradient in explicit.items()
+    }
     sums = _pull_back(split, weight_sums)
     for leaf, gradient in zip(plan.fallback, fallback, strict=True):
-        sums[leaf] = _weighted_sum(factors, usable, gradient)
+        sums[leaf] = _factors.scaled(gradient, factors).sum(axis=0)
     return sums, losses, norms
 
 
@@ -293,63 +389,30 @@ def _one_weight_gradient(site: Site, weights, captured, cotangents) -> list[jax.
     """Gradient of one example with respect to a site's PARAM operands."""
     if _factors.is_factored(site) and site.name != "gather":
         part = _factors.factors(site, [a[None] for a in captured], cotangents[0][None])
-        gradient = _factors.weight_gradient(site, _factors.explicit(part)[0])
+        gradient = _factors.weight_gradient(site, _factors.explicit(site, part)[0])
         return [gradient.astype(weights[0].dtype)]
     _, pull = jax.vjp(lambda weights: site.applied()(weights, list(captured)), weights)
     (gradients,) = pull(list(cotangents))
     return gradients
 
 
-def _summed(split: _Split, number: int, captured, cotangents, factors, usable) -> list[jax.Array]:
-    """Σ_i c_i ∂ℓ_i/∂W at one site, the way ordinary training computes a weight's gradient."""
-    site = split.program.sites[number]
-    # A row that is not usable may hold NaN on either side, and 0 · NaN is not 0.
-    inputs = [_masked(usable, _widened(a)) for a in captured]
-    deltas = [_scaled(factors, usable, _widened(d)) for d in cotangents]
-    weights = [jnp.zeros(shape.shape, _float32_or_wider(shape)) for shape in site.param_shapes]
-    fun = jax.vmap(site.applied(), in_axes=(None, 0), out_axes=0, axis_size=usable.shape[0])
-    _, pull = jax.vjp(lambda weights: fun(weights, inputs), weights)
-    (gradients,) = pull(deltas)
-    return gradients
-
-
-def _pull_back(split: _Split, weight_sums: dict[int, list[jax.Array]]) -> list[jax.Array]:
-    """Sums with respect to sites' operands, carried back to the parameter leaves."""
+def _pull_back(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Array]:
+    """Sums with respect to sites' weights, [G, K, N], carried back to the parameter leaves."""
+    program = split.program
     wide = [leaf.astype(_float32_or_wider(leaf)) for leaf in split.leaves]
     numbers = sorted(weight_sums)
 
     def operands(leaves):
-        everything = split.program.operands(leaves, split.constants)
-        return [everything[number] for number in numbers]
+        everything = program.operands(leaves, split.constants)
+        return [everything[number][0] for number in numbers]
 
     values, pull = jax.vjp(operands, wide)
     cotangents = [
-        [total.astype(value.dtype) for total, value in zip(weight_sums[n], row, strict=True)]
-        for n, row in zip(numbers, values, strict=True)
+        _factors.weight_gradient(program.sites[number], weight_sums[number]).astype(value.dtype)
+        for number, value in zip(numbers, values, strict=True)
     ]
     (sums,) = pull(cotangents)
     return list(sums)
-
-
-def _weighted_sum(factors: jax.Array, usable: jax.Array, gradient: jax.Array) -> jax.Array:
-    scaled = _scaled(factors, usable, gradient)
-    return scaled.sum(axis=0)
-
-
-def _scaled(factors: jax.Array, usable: jax.Array, array: jax.Array) -> jax.Array:
-    shape = (-1,) + (1,) * (array.ndim - 1)
-    return _masked(usable, array * factors.reshape(shape).astype(array.dtype))
-
-
-def _masked(usable: jax.Array, array: jax.Array) -> jax.Array:
-    shape = (-1,) + (1,) * (array.ndim - 1)
-    return jnp.where(usable.reshape(shape), array, jnp.zeros([], array.dtype))
-
-
-def _widened(array: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    return array.astype(_float32_or_wider(array))
 
 
 def _float32_or_wider(array: Any) -> Any:
@@ -357,7 +420,7 @@ def _float32_or_wider(array: Any) -> Any:
 
 
 def _sum_roundoff(site: Site) -> float:
-    """Relative rounding of Σ_t L_t ⊗ R_t as `_summed` computes it, in units of the spread.
+    """Rounding of Σ_t L_t ⊗ R_t as `_factors.weighted_sum` computes it, in units of the spread.
 
     Each product of a matrix unit that rounds its inputs (TF32 keeps 11 bits) errs by at most
     2·2⁻¹¹; accumulation over T positions in float32 by T·2⁻²⁴ at worst and about sqrt(T)·2⁻²⁴ in
@@ -377,7 +440,7 @@ def _rounds_inputs(site: Site) -> bool:
     precision = site.params.get("precision")
     chosen = precision[0] if isinstance(precision, tuple) else precision
     if chosen is None:
-        chosen = jax.config.jax_default_matmul_precision
+        chosen = getattr(jax.config, "jax_default_matmul_precision", None)
     return chosen not in (lax.Precision.HIGHEST, "highest", "float32")
 
 

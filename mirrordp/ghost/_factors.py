@@ -34,11 +34,11 @@ class Side(NamedTuple):
 
     Attributes:
         rows: the vectors, or None for one-hot rows.
-        index: for one-hot rows, where the one is; -1 for a row of zeros.
+        ones: for one-hot rows, where the one is; -1 for a row of zeros.
     """
 
     rows: Array | None
-    index: Array | None = None
+    ones: Array | None = None
 
 
 class Factors(NamedTuple):
@@ -268,29 +268,56 @@ def gram(parts: Sequence[Factors]) -> tuple[Array, Array]:
     Returns two float64 (where the backend has it) arrays of shape [B].
     """
     with jax.enable_x64(True):
-        total, spread = 0.0, 0.0
+        batch_size = _lengths(parts[0].left).shape[0]
+        total = spread = jnp.zeros([batch_size], wide_dtype())
         for number, one in enumerate(parts):
             spread += _spread(one)
             for other in parts[: number + 1]:
                 product = _inner(one.left, other.left) * _inner(one.right, other.right)
                 total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
+        if wide_dtype() == jnp.float32:
+            # No float64 here (TPU): the sums' own rounding, at worst, is added to them.
+            left, right = (side.rows.shape[-1] if side.rows is not None else 1 for side in parts[0])
+            total += (left + right) * 2.0**-24 * spread**2
         return jnp.maximum(total, 0.0), spread
 
 
 def _inner(one: Side, other: Side) -> Array:
     """Inner products of all rows of one side with all rows of another: [B, G, T, S]."""
     if one.rows is not None and other.rows is not None:
-        return jnp.einsum("bgtk,bgsk->bgts", _wide(one.rows), _wide(other.rows))
-    if one.index is not None and other.index is not None:
-        same = one.index[..., :, None] == other.index[..., None, :]
-        return (same & (one.index[..., :, None] >= 0)).astype(wide_dtype())
-    if one.index is None:
+        return _wide_products(one.rows, other.rows)
+    if one.ones is not None and other.ones is not None:
+        same = one.ones[..., :, None] == other.ones[..., None, :]
+        return (same & (one.ones[..., :, None] >= 0)).astype(wide_dtype())
+    if one.ones is None:
         return _inner(other, one).swapaxes(-1, -2)
+    assert other.rows is not None
     # One-hot rows pick entries: ⟨e_k, x⟩ = x_k, for index [B, 1, T] and rows [B, 1, S, K].
     picked = jnp.take_along_axis(
-        other.rows[:, :, None], jnp.maximum(one.index, 0)[..., :, None, None], axis=-1
+        other.rows[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
     )[..., 0]
-    return _wide(jnp.where(one.index[..., :, None] >= 0, picked, 0))
+    return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
+
+
+@jax.custom_batching.custom_vmap
+def _wide_products(one: Array, other: Array) -> Array:
+    """[b, g, t, k] and [b, g, s, k] to their inner products [b, g, t, s], in float64."""
+    with jax.enable_x64(True):
+        if one.shape[2] == other.shape[2] == 1:
+            # A single position: a fused reduction, where a batch of tiny products would be slow.
+            return (_wide(one) * _wide(other)).sum(axis=-1, keepdims=True)
+        return jnp.einsum("bgtk,bgsk->bgts", _wide(one), _wide(other))
+
+
+@_wide_products.def_vmap
+def _wide_products_vmap(axis_size, in_batched, one, other):
+    # JAX's own rule for a dot product runs later, outside `enable_x64`, and drops to float32.
+    one, other = (
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip((one, other), in_batched, strict=True)
+    )
+    result = _wide_products(one.reshape(-1, *one.shape[2:]), other.reshape(-1, *other.shape[2:]))
+    return result.reshape(axis_size, -1, *result.shape[1:]), True
 
 
 def _spread(part: Factors) -> Array:
@@ -301,24 +328,51 @@ def _spread(part: Factors) -> Array:
 
 def _lengths(side: Side) -> Array:
     if side.rows is None:
-        assert side.index is not None
-        return (side.index >= 0).astype(wide_dtype())
+        assert side.ones is not None
+        return (side.ones >= 0).astype(wide_dtype())
     return jnp.sqrt((_wide(side.rows) ** 2).sum(axis=-1))
 
 
-def explicit(part: Factors) -> Array:
-    """G_i itself, [B, G, K, N], in float32 or wider."""
+def explicit(site: Site, part: Factors) -> Array:
+    """G_i itself, [B, G, K, N], in float32 or wider and at the precision of the site.
+
+    Both the norm and the clipped sum are taken of what this returns, so its rounding does not
+    matter for the bound.
+    """
     left, right = part.left.rows, part.right.rows
     assert left is not None
     assert right is not None
+    return _product("bgtk,bgtn->bgkn", site, left, right)
+
+
+def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
+    """Σ_i c_i G_i, [G, K, N], without the G_i: one matrix product, or one scatter of rows.
+
+    Rows of weight zero take no part whatever they hold: 0 · NaN is not 0.
+    """
+    right = scaled(part.right.rows, weights)
+    if part.left.rows is not None:
+        return _product("bgtk,bgtn->gkn", site, scaled(part.left.rows, weights > 0), right)
+    assert part.left.ones is not None
+    (weight,) = site.param_shapes
+    # A row outside the table is dropped; -1 would count from the end.
+    index = jnp.where(part.left.ones >= 0, part.left.ones, weight.shape[0]).reshape(-1)
+    table = jnp.zeros((weight.shape[0], right.shape[-1]), right.dtype)
+    return table.at[index].add(right.reshape(-1, right.shape[-1]), mode="drop")[None]
+
+
+def scaled(array: Array | None, weights: Array) -> Array:
+    """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
+    assert array is not None
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
+
+
+def _product(formula: str, site: Site, left: Array, right: Array) -> Array:
     dtype = jnp.promote_types(left.dtype, jnp.float32)
-    return jnp.einsum(
-        "bgtk,bgtn->bgkn",
-        left,
-        right,
-        preferred_element_type=dtype,
-        precision=lax.Precision.HIGHEST,
-    )
+    precision = site.params.get("precision")
+    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=dtype)
 
 
 def squared_norm(array: Array) -> Array:
