@@ -1,0 +1,1 @@
+"""What every clipper, sampler and update must obey, whoever wrote it."""
