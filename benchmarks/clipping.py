@@ -12,10 +12,11 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from benchmarks.timing import Contender, measure
 
 NETWORKS = {"cifar10": 500, "emnist": 500, "wikitext2": 250}
 
@@ -33,18 +34,6 @@ class Row:
     compile_seconds: float | None
     peak_megabytes: float | None
     error: str | None = None
-
-
-@dataclasses.dataclass
-class Contender:
-    """A step to be timed: `run()` does one step and `wait()` waits for all of them."""
-
-    framework: str
-    method: str
-    run: Callable[[], None]
-    wait: Callable[[], None]
-    compile_seconds: float | None
-    peak_megabytes: float | None
 
 
 def jax_contenders(
@@ -107,29 +96,6 @@ def jax_contenders(
             seconds,
             memory.temp_size_in_bytes / 2**20 if memory else None,
         )
-
-
-def measure(contenders: list[Contender], *, rounds: int, seconds_per_round: float) -> list[float]:
-    """Milliseconds per step of each contender: the median over rounds that alternate."""
-    repeats = []
-    for contender in contenders:
-        for _ in range(2):
-            contender.run()
-        contender.wait()
-        start = time.perf_counter()
-        contender.run()
-        contender.wait()
-        once = time.perf_counter() - start
-        repeats.append(max(1, min(200, round(seconds_per_round / once))))
-    times: list[list[float]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        for number, contender in enumerate(contenders):
-            start = time.perf_counter()
-            for _ in range(repeats[number]):
-                contender.run()
-            contender.wait()
-            times[number].append((time.perf_counter() - start) / repeats[number])
-    return [1e3 * statistics.median(part) for part in times]
 
 
 def benchmark(

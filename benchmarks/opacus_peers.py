@@ -9,7 +9,7 @@ from opacus import PrivacyEngine
 from opacus.layers import DPLSTM
 from torch import nn
 
-from benchmarks.clipping import Contender
+from benchmarks.timing import Contender
 
 MODES = ("not private", "hooks", "functorch", "ghost")
 

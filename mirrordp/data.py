@@ -10,6 +10,7 @@ import enum
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _validate
@@ -48,7 +49,7 @@ class _Examples:
                     f"every array of {name} needs a leading example axis, got a scalar at "
                     f"{_path(path)}. Repeat it for each example or put it into the loss function."
                 )
-            if leaf.dtype == object or leaf.dtype.kind in "USV":
+            if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
                 raise TypeError(
                     f"{name} must hold numbers, got dtype {leaf.dtype} at {_path(path)}. "
                     "Encode text and categories first, by rules that come from public data."
@@ -100,7 +101,7 @@ def _path(path: tuple) -> str:
 
 
 def _refuse_non_finite(name: str, remark: str, path: str, leaf: np.ndarray) -> None:
-    if leaf.dtype.kind not in "fc":
+    if not jnp.issubdtype(leaf.dtype, np.inexact):
         return
     bad = ~np.isfinite(leaf)
     if not bad.any():

@@ -17,7 +17,7 @@ import optax
 from mirrordp import _validate, accounting, ghost
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
-from mirrordp.noise import GaussianNoise, Noise
+from mirrordp.noise import BandedNoise, GaussianNoise, Noise
 from mirrordp.sampling import CyclicPoissonSampling, FullBatch, Sampling
 from mirrordp.types import LossFn, PyTree
 
@@ -57,7 +57,8 @@ class Mechanism:
 
     def __post_init__(self):
         _validate.instance_of(Sampling, "Use PoissonSampling, for one.", sampling=self.sampling)
-        _validate.instance_of(Noise, "Use GaussianNoise().", noise=self.noise)
+        # `train` relies on the key living in the noise's state, and the event on its scale.
+        _validate.instance_of((GaussianNoise, BandedNoise), noise=self.noise)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=self.adjacency)
         _validate.positive(l2_clip_norm=self.l2_clip_norm)
         _validate.non_negative(noise_multiplier=self.noise_multiplier)

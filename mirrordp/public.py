@@ -98,6 +98,8 @@ def warm_start(
     require_public(public)
     _validate.open_unit_interval(holdout_fraction=holdout_fraction)
     _validate.positive_integer(patience=patience, max_epochs=max_epochs)
+    if batch_size is not None:
+        _validate.positive_integer(batch_size=batch_size)
     if len(public) < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
     optimizer = optimizer or optax.adam(1e-3)
@@ -144,7 +146,7 @@ def warm_start(
             break
     return WarmStart(
         best,
-        number - best_epoch >= patience,
+        number - best_epoch >= patience and bool(np.isfinite(best_loss)),
         number + 1,
         np.asarray(train_losses),
         np.asarray(holdout_losses),

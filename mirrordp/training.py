@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from mirrordp import _validate, schedules
-from mirrordp.clipping import ClippedGrad, merge, trainable_part
+from mirrordp.clipping import ClippedGrad, merge, trainable_part, with_key
 from mirrordp.data import (
     Overlap,
     PrivateData,
@@ -38,7 +38,7 @@ from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
-from mirrordp.updates import Average, mix_gradients
+from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
 
 
 class TrainState(NamedTuple):
@@ -422,8 +422,19 @@ def train(
     _validate.positive_integer(steps_per_call=steps_per_call)
     total = mechanism.num_steps if num_steps is None else num_steps
     _validate.positive_integer(num_steps=total)
+    _validate.instance_of(
+        optax.GradientTransformation, "Use optax.sgd(...), for one.", optimizer=optimizer
+    )
+    if average is not None:
+        _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
+    if ledger is not None:
+        _validate.instance_of(Ledger, ledger=ledger)
     if noisy_clip_norm is not None:
         _validate.positive(noisy_clip_norm=noisy_clip_norm)
+    if public_batch_size is not None:
+        _validate.positive_integer(public_batch_size=public_batch_size)
+    if microbatch_size is not None:
+        _validate.positive_integer(microbatch_size=microbatch_size)
     alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
     _check_charged_steps(alphas, mechanism)
     public_arrays = _check_public(public, alphas, needs_rows=bool((alphas < 1).any()))
@@ -446,7 +457,10 @@ def train(
         microbatch_size=microbatch_size,
         show_unprivatized=show_unprivatized,
     )
-    _check_loss(train_step, params, private)
+    _check_loss("loss_fn", loss_fn, params, private.arrays)
+    if public_arrays is not None:
+        _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
+    _check_trainable(train_step, params)
     if ledger is None:
         ledger = Ledger(mechanism.adjacency)
     elif ledger.adjacency is not mechanism.adjacency:
@@ -572,24 +586,24 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def _check_loss(train_step: TrainStep, params: Params, private: PrivateData) -> None:
+def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
     example = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
         ),
-        private.arrays,
+        arrays,
     )
-    arguments = [params, example]
-    if train_step.clipped_grad.takes_key:
-        arguments.append(jax.random.key(0))
-    result = jax.eval_shape(train_step.loss_fn, *arguments)
+    result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
     if getattr(result, "shape", None) != ():
         raise ValueError(
-            "loss_fn(params, example) must return one scalar for one example, got "
+            f"{name}(params, example) must return one scalar for one example, got "
             f"{jax.tree.map(lambda leaf: leaf.shape, result)}. It sees a single example, without a "
             "batch axis."
         )
+
+
+def _check_trainable(train_step: TrainStep, params: Params) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(trainable_part(params, train_step._mask)):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(

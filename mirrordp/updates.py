@@ -91,6 +91,10 @@ class UniformAverage:
 
     start: int = 0
 
+    def __post_init__(self):
+        if self.start != 0:
+            _validate.positive_integer(start=self.start)
+
     def update(self, average: PyTree, params: PyTree, step: jax.Array) -> PyTree:
         """The average after the iterate number `step` = 1, 2, ..."""
         weight = 1 / jnp.maximum(step - self.start, 1)

@@ -302,20 +302,12 @@ def _clipped_sum(
     }
     fallback = _fallback_gradients(split, captured, cotangents) if plan.fallback else []
 
-    with jax.enable_x64(True):
-        squared = jnp.zeros([batch_size], _factors.wide_dtype())
-        for uses in plan.gram.values():
-            oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
-            norm_squared, spread = _factors.gram(oriented)
-            margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
-            squared += (jnp.sqrt(norm_squared) + margin * spread) ** 2
-        for gradient in (*explicit.values(), *fallback):
-            squared += _factors.squared_norm(gradient)
-        norms = jnp.sqrt(squared)
-        usable = jnp.isfinite(norms) & ~is_padding
-        factors = jnp.where(usable, jnp.minimum(1.0, l2_clip_norm / norms), 0.0)
-        factors = lax.convert_element_type(factors, jnp.float32)
-        norms = lax.convert_element_type(norms, jnp.float32)
+    norms_squared = [_factors.squared_norm(g) for g in (*explicit.values(), *fallback)]
+    for uses in plan.gram.values():
+        oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
+        margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
+        norms_squared.append(_factors.gram(oriented, margin=margin))
+    factors, norms = _factors.clip_factors(norms_squared, is_padding, l2_clip_norm)
 
     weight_sums = {
         number: _factors.weighted_sum(sites[number], parts[number], factors)

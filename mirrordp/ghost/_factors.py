@@ -15,6 +15,7 @@ each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (uni
 is added to the norm before clipping.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,20 +25,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mirrordp._float64 import float64_call
 from mirrordp.ghost._tracing import Site
 
 Array = jax.Array
 
+PIECE = 2**15
+"""Patches of a convolution are formed so many numbers per example at a time."""
+
 
 class Side(NamedTuple):
-    """One side of the outer products: rows [B, G, T, K], or row numbers of one-hot rows [B, 1, T].
+    """One side of the outer products: vectors, or one-hot vectors given by where their one is.
 
     Attributes:
-        rows: the vectors, or None for one-hot rows.
-        ones: for one-hot rows, where the one is; -1 for a row of zeros.
+        pieces: the vectors [B, G, T, K], cut along K so that the patches of a convolution, which
+            repeat its input many times over, need not be in memory all at once.
+        ones: for one-hot vectors, [B, 1, T]; -1 for a vector of zeros.
     """
 
-    rows: Array | None
+    pieces: tuple[Array, ...] = ()
     ones: Array | None = None
 
 
@@ -177,7 +183,7 @@ def _dot_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     else:
         theirs = [i + len(free) for i in theirs]
     right = _arrange(cotangent, first, range(num_batch), theirs, ours)
-    return Factors(Side(left), Side(right))
+    return Factors(Side((left,)), Side((right,)))
 
 
 def _arrange(array: Array, first: int, groups, positions, entries) -> Array:
@@ -213,32 +219,37 @@ def _conv_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     deltas = deltas.reshape(-1, *deltas.shape[2:])
 
     out_spatial = deltas.shape[1:-1]
-    patches = _patches(images, window, out_spatial, params)  # [M, out spatial, window, C]
+    positions = math.prod(out_spatial)
     channels = images.shape[-1] // groups
-    per_group = deltas.shape[-1] // groups
-    left = patches.reshape(batch, -1, math.prod(window), groups, channels)
-    left = left.transpose(0, 3, 1, 2, 4).reshape(batch, groups, -1, math.prod(window) * channels)
-    right = deltas.reshape(batch, -1, groups, per_group).transpose(0, 2, 1, 3)
-    return Factors(Side(left), Side(right))
+    per_piece = max(1, PIECE // (positions * images.shape[-1]))
+    shifts = _shifted(images, window, out_spatial, params)
+    pieces = []
+    for start in range(0, len(shifts), per_piece):
+        part = jnp.stack(shifts[start : start + per_piece], axis=-2)  # [M, spatial, shifts, C]
+        part = part.reshape(batch, -1, part.shape[-2], groups, channels)
+        part = part.transpose(0, 3, 1, 2, 4)
+        pieces.append(part.reshape(batch, groups, part.shape[2], -1))
+    right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
+    return Factors(Side(tuple(pieces)), Side((right,)))
 
 
-def _patches(images: Array, window: Sequence[int], out_spatial: Sequence[int], params) -> Array:
-    """[M, spatial..., C] to [M, out spatial..., window, C], as a stack of shifted slices."""
+def _shifted(images: Array, window: Sequence[int], out_spatial, params) -> list[Array]:
+    """What each weight of the window sees of [M, spatial..., C]: a list of [M, out..., C]."""
     strides, dilation = params["window_strides"], params["rhs_dilation"]
-    low_high = params["padding"]
+    config = [
+        (low, high, interior - 1)
+        for (low, high), interior in zip(params["padding"], params["lhs_dilation"], strict=True)
+    ]
     zero = jnp.zeros([], images.dtype)
-    config = [(0, 0, 0)]
-    for (low, high), interior in zip(low_high, params["lhs_dilation"], strict=True):
-        config.append((low, high, interior - 1))
-    padded = lax.pad(images, zero, [*config, (0, 0, 0)])
-    slices = []
+    padded = lax.pad(images, zero, [(0, 0, 0), *config, (0, 0, 0)])
+    shifts = []
     for offset in np.ndindex(*window):
         start = [o * d for o, d in zip(offset, dilation, strict=True)]
         stop = [
             s + (n - 1) * stride + 1
             for s, n, stride in zip(start, out_spatial, strides, strict=True)
         ]
-        slices.append(
+        shifts.append(
             lax.slice(
                 padded,
                 [0, *start, 0],
@@ -246,7 +257,7 @@ def _patches(images: Array, window: Sequence[int], out_spatial: Sequence[int], p
                 [1, *strides, 1],
             )
         )
-    return jnp.stack(slices, axis=-2)
+    return shifts
 
 
 def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
@@ -259,65 +270,79 @@ def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
     index = jnp.where((index >= 0) & (index < rows), index, -1)
     right = cotangent.reshape(batch, 1, index.shape[-1], math.prod(weight.shape[1:]))
     right = jnp.where(index[..., None] >= 0, right, 0)
-    return Factors(Side(None, index), Side(right))
+    return Factors(Side(ones=index), Side((right,)))
 
 
-def gram(parts: Sequence[Factors]) -> tuple[Array, Array]:
-    """‖Σ_parts G_i‖² and the spread S_i, by Gram matrices; all parts lie in one layout.
+def gram(parts: Sequence[Factors], *, margin: float) -> Array:
+    """(‖Σ_parts G_i‖ + margin · S_i)² by Gram matrices, in float64, of shape [B].
 
-    Returns two float64 (where the backend has it) arrays of shape [B].
+    Args:
+        parts: factors that lie in one layout.
+        margin: the rounding of whatever will sum the G_i, in units of the spread S_i.
     """
-    with jax.enable_x64(True):
-        batch_size = _lengths(parts[0].left).shape[0]
-        total = spread = jnp.zeros([batch_size], wide_dtype())
-        for number, one in enumerate(parts):
-            spread += _spread(one)
-            for other in parts[: number + 1]:
-                product = _inner(one.left, other.left) * _inner(one.right, other.right)
-                total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
-        if wide_dtype() == jnp.float32:
-            # No float64 here (TPU): the sums' own rounding, at worst, is added to them.
-            left, right = (side.rows.shape[-1] if side.rows is not None else 1 for side in parts[0])
-            total += (left + right) * 2.0**-24 * spread**2
-        return jnp.maximum(total, 0.0), spread
+    return float64_call(functools.partial(_gram, margin=margin), tuple(parts))
+
+
+def _gram(parts: Sequence[Factors], margin: float) -> Array:
+    spread = functools.reduce(jnp.add, [_spread(part) for part in parts])
+    total = jnp.zeros_like(spread)
+    for number, one in enumerate(parts):
+        for other in parts[: number + 1]:
+            product = _inner(one.left, other.left) * _inner(one.right, other.right)
+            total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
+    if wide_dtype() == jnp.float32:
+        # No float64 here (TPU): the sums' own rounding, at worst, is added to them.
+        entries = sum(_entries(side) for side in parts[0])
+        total += entries * 2.0**-24 * spread**2
+    # Written so that a NaN stays one, which `maximum` would not promise.
+    norm = jnp.sqrt(jnp.where(total < 0, 0.0, total))
+    return (norm + margin * spread) ** 2
+
+
+def clip_factors(
+    norms_squared: Sequence[Array], is_padding: Array, l2_clip_norm: float
+) -> tuple[Array, Array]:
+    """c_i = min(1, C / ‖g_i‖), zero for padding and where the norm is not finite; and ‖g_i‖."""
+
+    def compute(norms_squared, is_padding):
+        norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
+        usable = jnp.isfinite(norms) & ~is_padding
+        factors = jnp.where(usable, jnp.minimum(1.0, l2_clip_norm / norms), 0.0)
+        return tuple(lax.convert_element_type(x, jnp.float32) for x in (factors, norms))
+
+    if not norms_squared:
+        return jnp.zeros(is_padding.shape), jnp.zeros(is_padding.shape)
+    return float64_call(compute, list(norms_squared), is_padding)
 
 
 def _inner(one: Side, other: Side) -> Array:
-    """Inner products of all rows of one side with all rows of another: [B, G, T, S]."""
-    if one.rows is not None and other.rows is not None:
-        return _wide_products(one.rows, other.rows)
+    """Inner products of all vectors of one side with all of another: [B, G, T, S]."""
+    if one.ones is None and other.ones is None:
+        ours, theirs = one.pieces, other.pieces
+        if [piece.shape[-1] for piece in ours] != [piece.shape[-1] for piece in theirs]:
+            # One kernel at two resolutions was cut differently.
+            ours, theirs = ((jnp.concatenate(pieces, axis=-1),) for pieces in (ours, theirs))
+        products = [_products(x, y) for x, y in zip(ours, theirs, strict=True)]
+        return functools.reduce(jnp.add, products)
     if one.ones is not None and other.ones is not None:
         same = one.ones[..., :, None] == other.ones[..., None, :]
         return (same & (one.ones[..., :, None] >= 0)).astype(wide_dtype())
     if one.ones is None:
         return _inner(other, one).swapaxes(-1, -2)
-    assert other.rows is not None
-    # One-hot rows pick entries: ⟨e_k, x⟩ = x_k, for index [B, 1, T] and rows [B, 1, S, K].
+    # One-hot vectors pick entries: ⟨e_k, x⟩ = x_k, for ones [B, 1, T] and vectors [B, 1, S, K].
+    (vectors,) = other.pieces
     picked = jnp.take_along_axis(
-        other.rows[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
+        vectors[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
     )[..., 0]
     return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
 
 
-@jax.custom_batching.custom_vmap
-def _wide_products(one: Array, other: Array) -> Array:
-    """[b, g, t, k] and [b, g, s, k] to their inner products [b, g, t, s], in float64."""
-    with jax.enable_x64(True):
-        if one.shape[2] == other.shape[2] == 1:
-            # A single position: a fused reduction, where a batch of tiny products would be slow.
-            return (_wide(one) * _wide(other)).sum(axis=-1, keepdims=True)
-        return jnp.einsum("bgtk,bgsk->bgts", _wide(one), _wide(other))
-
-
-@_wide_products.def_vmap
-def _wide_products_vmap(axis_size, in_batched, one, other):
-    # JAX's own rule for a dot product runs later, outside `enable_x64`, and drops to float32.
-    one, other = (
-        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        for x, batched in zip((one, other), in_batched, strict=True)
-    )
-    result = _wide_products(one.reshape(-1, *one.shape[2:]), other.reshape(-1, *other.shape[2:]))
-    return result.reshape(axis_size, -1, *result.shape[1:]), True
+def _products(one: Array, other: Array) -> Array:
+    """[b, g, t, k] and [b, g, s, k] to their inner products [b, g, t, s]."""
+    if one.shape[2] == other.shape[2] == 1:
+        # A single position: a fused reduction, where a batch of tiny products would be slow.
+        return (_wide(one) * _wide(other)).sum(axis=-1, keepdims=True)
+    return jnp.einsum("bgtk,bgsk->bgts", _wide(one), _wide(other))
 
 
 def _spread(part: Factors) -> Array:
@@ -327,10 +352,14 @@ def _spread(part: Factors) -> Array:
 
 
 def _lengths(side: Side) -> Array:
-    if side.rows is None:
-        assert side.ones is not None
+    if side.ones is not None:
         return (side.ones >= 0).astype(wide_dtype())
-    return jnp.sqrt((_wide(side.rows) ** 2).sum(axis=-1))
+    squares = [(_wide(piece) ** 2).sum(axis=-1) for piece in side.pieces]
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _entries(side: Side) -> int:
+    return sum(piece.shape[-1] for piece in side.pieces) or 1
 
 
 def explicit(site: Site, part: Factors) -> Array:
@@ -339,21 +368,22 @@ def explicit(site: Site, part: Factors) -> Array:
     Both the norm and the clipped sum are taken of what this returns, so its rounding does not
     matter for the bound.
     """
-    left, right = part.left.rows, part.right.rows
-    assert left is not None
-    assert right is not None
-    return _product("bgtk,bgtn->bgkn", site, left, right)
+    (right,) = part.right.pieces
+    products = [_product("bgtk,bgtn->bgkn", site, piece, right) for piece in part.left.pieces]
+    return jnp.concatenate(products, axis=-2)
 
 
 def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
-    """Σ_i c_i G_i, [G, K, N], without the G_i: one matrix product, or one scatter of rows.
+    """Σ_i c_i G_i, [G, K, N], without the G_i: matrix products, or one scatter of rows.
 
     Rows of weight zero take no part whatever they hold: 0 · NaN is not 0.
     """
-    right = scaled(part.right.rows, weights)
-    if part.left.rows is not None:
-        return _product("bgtk,bgtn->gkn", site, scaled(part.left.rows, weights > 0), right)
-    assert part.left.ones is not None
+    (right,) = part.right.pieces
+    right = scaled(right, weights)
+    if part.left.ones is None:
+        lefts = [scaled(piece, weights > 0) for piece in part.left.pieces]
+        products = [_product("bgtk,bgtn->gkn", site, left, right) for left in lefts]
+        return jnp.concatenate(products, axis=-2)
     (weight,) = site.param_shapes
     # A row outside the table is dropped; -1 would count from the end.
     index = jnp.where(part.left.ones >= 0, part.left.ones, weight.shape[0]).reshape(-1)
@@ -361,9 +391,8 @@ def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
     return table.at[index].add(right.reshape(-1, right.shape[-1]), mode="drop")[None]
 
 
-def scaled(array: Array | None, weights: Array) -> Array:
+def scaled(array: Array, weights: Array) -> Array:
     """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
-    assert array is not None
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
     return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
@@ -377,8 +406,11 @@ def _product(formula: str, site: Site, left: Array, right: Array) -> Array:
 
 def squared_norm(array: Array) -> Array:
     """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
-    with jax.enable_x64(True):
+
+    def sum_of_squares(array):
         return (_wide(array) ** 2).reshape(array.shape[0], -1).sum(axis=-1)
+
+    return float64_call(sum_of_squares, array)
 
 
 def weight_gradient(site: Site, gradient: Array) -> Array:

@@ -19,13 +19,11 @@ Input that is not finite never raises and never loops: `params` come back non-fi
 is False.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 
 from mirrordp.mirror.projection import Constraint
 
@@ -97,32 +95,6 @@ def as_vector(size: int, **values: Any) -> Any:
             "pytree first (jax.flatten_util.ravel_pytree)."
         )
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
-
-
-def float64_call(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) traced with 64-bit types, whatever `jax_enable_x64` says.
-
-    `jax.enable_x64` alone would not do: where `vmap` meets a function that is already traced (a
-    scan, a jitted function), it traces its operations again, by then outside the scope, and float64
-    would silently become float32. A batching rule of our own re-enters the scope.
-    """
-    leaves, tree = jax.tree.flatten(args)
-
-    @custom_vmap
-    def call(*leaves):
-        with jax.enable_x64(True):
-            return function(*jax.tree.unflatten(tree, leaves))
-
-    @call.def_vmap
-    def _(axis_size, batched, *leaves):
-        del axis_size
-        axes = tuple(0 if is_batched else None for is_batched in batched)
-        mapped = jax.vmap(lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), axes)
-        out = float64_call(mapped, *leaves)
-        return out, jax.tree.map(lambda _: True, out)
-
-    with jax.enable_x64(True):
-        return call(*leaves)
 
 
 def as_float64(value: Any) -> jax.Array:

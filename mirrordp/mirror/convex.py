@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mirrordp import _validate
+from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     MirrorMap,
@@ -20,7 +21,6 @@ from mirrordp.mirror.base import (
     as_float64,
     as_vector,
     closed_form,
-    float64_call,
     rounded,
 )
 from mirrordp.mirror.projection import Ball, Constraint, WholeSpace

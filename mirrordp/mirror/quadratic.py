@@ -14,6 +14,7 @@ import scipy.linalg
 from jax.core import Tracer
 
 from mirrordp import _validate
+from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     Solution,
@@ -21,7 +22,6 @@ from mirrordp.mirror.base import (
     as_vector,
     closed_form,
     finite_array,
-    float64_call,
     matvec,
     project_float64,
     rounded,

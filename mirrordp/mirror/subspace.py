@@ -15,6 +15,7 @@ import numpy as np
 import scipy.linalg
 
 from mirrordp import _validate
+from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     Solution,
@@ -22,7 +23,6 @@ from mirrordp.mirror.base import (
     as_vector,
     closed_form,
     finite_array,
-    float64_call,
     matvec,
     project_float64,
     rounded,

@@ -1,0 +1,41 @@
+"""Tables of numbers and categories: CSV or Parquet in, arrays for the estimators out.
+
+Everything that decides the encoding (the type of a column, its categories, its mean, scale and
+range, what stands in for a missing value, the classes of the target) is learned from the public
+table by `learn_encoding`. `TableEncoding` then treats each row by itself:
+
+    cell                                     becomes
+    a number                                 (x clamped to the public range − public mean) / scale
+    a missing or unreadable number           the public mean, i.e. zero
+    a category                               1 in its own feature
+    a category unknown to the public table   0 in all features of the column
+    a missing category                       the column's most common public category
+    missing, where public cells were too     1 in the feature "... is missing" (numbers: besides
+                                             the mean, categories: instead of the most common)
+    a missing or unusable target             the row is marked and must contribute nothing
+
+So the encoding of one private row depends on that row and on public data alone. What is said about
+private cells goes to the operator, marked `UNPROTECTED`.
+"""
+
+from mirrordp.tables.columns import CategoryColumn, ClassTarget, NumberColumn, NumberTarget
+from mirrordp.tables.encoding import EncodedTable, TableEncoding
+from mirrordp.tables.files import Table, TableError, read_batches, read_table, write_table
+from mirrordp.tables.learning import TASKS, LearnedEncoding, learn_encoding
+
+__all__ = [
+    "TASKS",
+    "CategoryColumn",
+    "ClassTarget",
+    "EncodedTable",
+    "LearnedEncoding",
+    "NumberColumn",
+    "NumberTarget",
+    "Table",
+    "TableEncoding",
+    "TableError",
+    "learn_encoding",
+    "read_batches",
+    "read_table",
+    "write_table",
+]

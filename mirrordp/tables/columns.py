@@ -1,0 +1,197 @@
+"""One column at a time: cells in, features or targets out.
+
+A cell counts as missing by what it says (`MISSING`), never by what other rows say.
+"""
+
+import collections
+import dataclasses
+import math
+from typing import TypeAlias
+
+import numpy as np
+
+from mirrordp.tables.files import Cells
+
+MISSING = frozenset({"", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null"})
+"""Cells, spaces around them removed, that count as missing."""
+
+
+def number(cell: str) -> float | None:
+    """A float, NaN where the cell counts as missing, None where it is something else."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return math.nan if cell.strip() in MISSING else None
+    return value if math.isfinite(value) else math.nan
+
+
+def numbers(cells: Cells) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers, with NaN where there is none, and a mask of cells that hold other text."""
+    if isinstance(cells, np.ndarray):
+        return np.where(np.isfinite(cells), cells, np.nan), np.zeros(len(cells), bool)
+    # The second form costs twice the first, the dictionary below five times.
+    for candidate in (cells, ("nan" if cell in MISSING else cell for cell in cells)):
+        try:
+            values = np.fromiter(map(float, candidate), np.float64, len(cells))
+        except ValueError:
+            continue
+        return np.where(np.isfinite(values), values, np.nan), np.zeros(len(cells), bool)
+    parsed = {cell: number(cell) for cell in set(cells)}
+    wrong = {cell: value is None for cell, value in parsed.items()}
+    filled = {cell: math.nan if value is None else value for cell, value in parsed.items()}
+    return (
+        np.fromiter(map(filled.__getitem__, cells), np.float64, len(cells)),
+        np.fromiter(map(wrong.__getitem__, cells), bool, len(cells)),
+    )
+
+
+def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
+    """The distinct cells as text, "" where missing, and for each row which of them it has."""
+    if isinstance(cells, np.ndarray):
+        values, which = np.unique(np.where(np.isfinite(cells), cells, np.nan), return_inverse=True)
+        return ["" if math.isnan(v) else number_text(v) for v in values.tolist()], which
+    order = {cell: index for index, cell in enumerate(dict.fromkeys(cells))}
+    which = np.fromiter(map(order.__getitem__, cells), np.intp, len(cells))
+    stripped = (cell.strip() for cell in order)
+    return ["" if cell in MISSING else cell for cell in stripped], which
+
+
+def number_text(value: float) -> str:
+    """A number as a category or class name: 1 for 1.0."""
+    return format(value, ".15g")
+
+
+def count_texts(cells: Cells) -> collections.Counter[str]:
+    """How often each text occurs; "" is missing."""
+    texts, which = distinct_texts(cells)
+    found: collections.Counter[str] = collections.Counter()
+    for text, count in zip(texts, np.bincount(which, minlength=len(texts)).tolist(), strict=True):
+        found[text] += count
+    return found
+
+
+@dataclasses.dataclass
+class Tally:
+    """How many filled cells of a column were not of its type, over all batches."""
+
+    filled: int = 0
+    wrong: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberColumn:
+    """A feature (x − mean) / scale with x clamped to [low, high]."""
+
+    name: str
+    mean: float
+    scale: float
+    low: float
+    high: float
+    marks_missing: bool
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the encoded features."""
+        return (self.name, f"{self.name} is missing") if self.marks_missing else (self.name,)
+
+    def encode(self, cells: Cells, out: np.ndarray, tally: Tally) -> None:
+        """Fills the columns of `out` that belong to `features`."""
+        values, wrong = numbers(cells)
+        missing = np.isnan(values)
+        tally.filled += int(np.count_nonzero(~missing | wrong))
+        tally.wrong += int(np.count_nonzero(wrong))
+        scaled = (np.clip(values, self.low, self.high) - self.mean) / self.scale
+        out[:, 0] = np.where(missing, 0.0, scaled)
+        if self.marks_missing:
+            out[:, 1] = missing
+
+
+@dataclasses.dataclass(frozen=True)
+class CategoryColumn:
+    """A 0/1 feature for each category; a cell that is none of them has all zeros."""
+
+    name: str
+    categories: tuple[str, ...]
+    most_common: str
+    marks_missing: bool
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the encoded features."""
+        own = tuple(f"{self.name}={category}" for category in self.categories)
+        return (*own, f"{self.name} is missing") if self.marks_missing else own
+
+    def encode(self, cells: Cells, out: np.ndarray, tally: Tally) -> None:
+        """Fills the columns of `out` that belong to `features`."""
+        texts, which = distinct_texts(cells)
+        counts = np.bincount(which, minlength=len(texts))
+        position = {category: index for index, category in enumerate(self.categories)}
+        position[""] = len(position) if self.marks_missing else position[self.most_common]
+        rows = np.zeros((len(texts), len(self.features)))
+        text_only = all(number(category) is None for category in self.categories)
+        for index, text in enumerate(texts):
+            if text in position:
+                rows[index, position[text]] = 1.0
+            if text:
+                tally.filled += int(counts[index])
+                tally.wrong += int(counts[index]) if text_only and number(text) is not None else 0
+        out[:] = rows[which]
+
+
+Column: TypeAlias = NumberColumn | CategoryColumn
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberTarget:
+    """(y − mean) / scale; counts are left as they are and must be whole and not negative."""
+
+    name: str
+    mean: float
+    scale: float
+    is_count: bool
+
+    def encode(self, cells: Cells, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
+        """The targets, and a mask of the rows that have none."""
+        values, wrong = numbers(cells)
+        filled = ~np.isnan(values) | wrong
+        if self.is_count:
+            wrong = wrong | not_counts(values)
+        tally.filled += int(np.count_nonzero(filled))
+        tally.wrong += int(np.count_nonzero(wrong))
+        unusable = wrong | np.isnan(values)
+        return np.where(unusable, 0.0, (values - self.mean) / self.scale), unusable
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassTarget:
+    """The index of the class. Labels that are all numbers are compared as numbers: 1 is 1.0."""
+
+    name: str
+    classes: tuple[str, ...]
+    are_numbers: bool
+
+    def encode(self, cells: Cells, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
+        """The class indices, and a mask of the rows whose class is missing or unknown."""
+        texts, which = distinct_texts(cells)
+        counts = np.bincount(which, minlength=len(texts))
+        position = {label: index for index, label in enumerate(self.classes)}
+        codes = np.array([position.get(label_of(text, self.are_numbers), -1) for text in texts])
+        for text, code, count in zip(texts, codes.tolist(), counts.tolist(), strict=True):
+            tally.filled += count if text else 0
+            tally.wrong += count if text and code < 0 else 0
+        found = codes[which]
+        return np.maximum(found, 0), found < 0
+
+
+Target: TypeAlias = NumberTarget | ClassTarget
+
+
+def not_counts(values: np.ndarray) -> np.ndarray:
+    """Where there is a number that is no count."""
+    return ~np.isnan(values) & ((values < 0) | (values != np.floor(values)))
+
+
+def label_of(text: str, are_numbers: bool) -> str:
+    """The class name that a cell stands for."""
+    value = number(text) if are_numbers and text else None
+    return text if value is None or math.isnan(value) else number_text(value)

@@ -1,0 +1,194 @@
+"""The encoding of a whole table: rows in, arrays out; to and from plain types for JSON."""
+
+import collections
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mirrordp.data import UnprotectedWarning
+from mirrordp.tables.columns import (
+    CategoryColumn,
+    ClassTarget,
+    Column,
+    NumberColumn,
+    NumberTarget,
+    Tally,
+    Target,
+)
+from mirrordp.tables.files import Table, TableError, listed, mark
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedTable:
+    """Arrays for an estimator.
+
+    Attributes:
+        features: [rows, features], float64, finite.
+        target: [rows]; class indices for classification.
+        unusable: rows without a usable target. They count as rows and contribute nothing.
+    """
+
+    features: np.ndarray
+    target: np.ndarray
+    unusable: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEncoding:
+    """How rows become arrays; made by `learn_encoding` of public rows, kept in the model file."""
+
+    columns: tuple[Column, ...]
+    target: Target
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the encoded features."""
+        return tuple(itertools.chain.from_iterable(column.features for column in self.columns))
+
+    def encode(self, batches: Iterable[Table], *, private: bool) -> EncodedTable:
+        """Encodes features and target.
+
+        Args:
+            batches: the pieces of one table.
+            private: whether messages about its cells need the mark `UNPROTECTED`.
+
+        Raises:
+            TableError: if a column is missing or if most of its filled cells are of another type.
+        """
+        tallies: dict[str, Tally] = collections.defaultdict(Tally)
+        parts, source = [], ""
+        for table in batches:
+            source = table.source
+            self.check_columns(table, with_target=True)
+            features = self._encode_features(table, tallies)
+            cells = table.columns[self.target.name]
+            target, unusable = self.target.encode(cells, tallies[self.target.name])
+            parts.append((features, target, unusable))
+        self._judge(tallies, source, private=private)
+        features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if unusable.all():
+            raise TableError(
+                f"{mark(private)}expected a usable target {self.target.name!r} in {source!r}, "
+                "got none in any row; check the column."
+            )
+        return EncodedTable(features, target, unusable)
+
+    def encode_features(self, table: Table) -> np.ndarray:
+        """Encodes rows to predict for; their target, if any, is not looked at."""
+        tallies: dict[str, Tally] = collections.defaultdict(Tally)
+        self.check_columns(table, with_target=False)
+        features = self._encode_features(table, tallies)
+        self._judge(tallies, table.source, private=False)
+        return features
+
+    def check_columns(self, table: Table, *, with_target: bool) -> None:
+        """Raises a TableError unless the table has every column that is needed."""
+        needed = [column.name for column in self.columns]
+        needed += [self.target.name] if with_target else []
+        missing = [name for name in needed if name not in table.columns]
+        if missing:
+            raise TableError(
+                f"expected column{'s' * (len(missing) > 1)} {listed(missing)} in "
+                f"{table.source!r} as in the public table, got columns "
+                f"{listed(list(table.columns))}; add what is missing."
+            )
+
+    def _encode_features(self, table: Table, tallies: dict[str, Tally]) -> np.ndarray:
+        out = np.empty((len(table), len(self.features)))
+        start = 0
+        for column in self.columns:
+            stop = start + len(column.features)
+            column.encode(table.columns[column.name], out[:, start:stop], tallies[column.name])
+            start = stop
+        return out
+
+    def _judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
+        """Refuses a column that is mostly of another type; mentions single cells that are."""
+        kinds = {column.name: column for column in self.columns} | {self.target.name: self.target}
+        for name, tally in tallies.items():
+            if not tally.wrong:
+                continue
+            kind = kinds[name]
+            expected, came, rule = _KINDS[type(kind)]
+            if isinstance(kind, NumberTarget) and kind.is_count:
+                expected, came = "whole numbers of at least zero", "other values"
+            where = f"{tally.wrong} of {tally.filled} filled cells of column {name!r} in {source!r}"
+            if 2 * tally.wrong > tally.filled:
+                raise TableError(
+                    f"{mark(private)}expected {expected} as in the public table, got {came} in "
+                    f"{where}; bring both tables into the same form."
+                )
+            if not isinstance(kind, CategoryColumn):
+                warnings.warn(
+                    f"{mark(private)}expected {expected}, got {came} in {where}; {rule}.",
+                    UnprotectedWarning if private else UserWarning,
+                    stacklevel=3,
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return {
+            "columns": [_tagged(column) for column in self.columns],
+            "target": _tagged(self.target),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "TableEncoding":
+        """The inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+        columns = tuple(
+            _untagged(column, (NumberColumn, CategoryColumn)) for column in value["columns"]
+        )
+        return cls(columns, _untagged(value["target"], (NumberTarget, ClassTarget)))
+
+
+_KINDS: dict[type, tuple[str, str, str]] = {
+    NumberColumn: ("numbers", "text", "each counts as missing"),
+    CategoryColumn: ("categories", "numbers", "each counts as an unknown category"),
+    NumberTarget: ("numbers", "text", "these rows contribute nothing"),
+    ClassTarget: ("known classes", "others", "these rows contribute nothing"),
+}
+_TAGS = {
+    "number": NumberColumn,
+    "category": CategoryColumn,
+    "number target": NumberTarget,
+    "class target": ClassTarget,
+}
+
+
+def _tagged(value: Any) -> dict[str, Any]:
+    (tag,) = (tag for tag, kind in _TAGS.items() if kind is type(value))
+    fields = dataclasses.asdict(value)
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
+    return {"kind": tag, **plain}
+
+
+def _untagged(value: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
+    kind = _TAGS[value["kind"]]
+    if kind not in kinds:
+        raise ValueError(f"{value['kind']!r} is out of place")
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        item = value[field.name]
+        fields[field.name] = tuple(item) if isinstance(item, list) else item
+        _check_field(field.name, field.type, fields[field.name])
+    return kind(**fields)
+
+
+def _check_field(name: str, kind: Any, value: Any) -> None:
+    good = {
+        str: lambda: isinstance(value, str),
+        bool: lambda: isinstance(value, bool),
+        float: lambda: (
+            isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+        ),
+        tuple[str, ...]: lambda: (
+            isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)
+        ),
+    }[kind]()
+    if not good:
+        raise ValueError(f"{name} is not a {kind}")

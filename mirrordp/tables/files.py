@@ -1,0 +1,225 @@
+"""Tables in files: CSV or Parquet in, columns of cells out, and back."""
+
+import collections
+import csv
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mirrordp.data import UNPROTECTED
+
+_BATCH_ROWS = 65_536
+_PARQUET_MAGIC = b"PAR1"
+
+Cells: TypeAlias = Sequence[str] | np.ndarray
+"""One column: text as it stands in the file, or float64 numbers with NaN where one is missing."""
+
+
+class TableError(ValueError):
+    """A table that cannot be used. The message is one sentence for the operator."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Some rows of a file: columns of one length, in the order of the file."""
+
+    source: str
+    columns: Mapping[str, Cells]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def rows(self, keep: np.ndarray) -> "Table":
+        """The rows where the mask `keep` is true."""
+        return Table(
+            self.source,
+            {
+                name: cells[keep]
+                if isinstance(cells, np.ndarray)
+                else tuple(itertools.compress(cells, keep))
+                for name, cells in self.columns.items()
+            },
+        )
+
+
+def read_table(path: str | Path) -> Table:
+    """The whole table, for files that fit in memory as text."""
+    batches = list(read_batches(path))
+    columns: dict[str, Cells] = {}
+    for name in batches[0].columns:
+        parts = [batch.columns[name] for batch in batches]
+        columns[name] = (
+            np.concatenate(parts)
+            if isinstance(parts[0], np.ndarray)
+            else tuple(itertools.chain.from_iterable(parts))
+        )
+    return Table(batches[0].source, columns)
+
+
+def read_batches(
+    path: str | Path, *, private: bool = False, batch_rows: int = _BATCH_ROWS
+) -> Iterator[Table]:
+    """The table in pieces of at most `batch_rows` rows, at least one of them.
+
+    A Parquet file is known by its first bytes; all else is read as UTF-8 text with a header line,
+    separated by the one of comma, semicolon and tab that is most frequent in the header.
+
+    Args:
+        path: the file.
+        private: whether messages about its rows need the mark `UNPROTECTED`.
+        batch_rows: the most rows in a piece.
+
+    Raises:
+        TableError: if the file cannot be read as a table with at least one row.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            is_parquet = file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+        read = _parquet_batches if is_parquet else _csv_batches
+        empty = True
+        for batch in read(path, batch_rows, private):
+            empty = False
+            yield batch
+    except OSError as error:
+        raise TableError(
+            f"expected a file that can be read, got {str(path)!r} ({error.strerror or error}); "
+            "check the path."
+        ) from None
+    if empty:
+        raise TableError(f"expected at least one row in {str(path)!r}, got none; check the file.")
+
+
+def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            line = file.readline()
+            file.seek(0)
+            delimiter = max(",;\t", key=line.count)
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+            names = [name.strip() for name in next(reader, [])]
+            _check_names(path, names)
+            seen = 0
+            while rows := list(itertools.islice(reader, batch_rows)):
+                rows = [row for row in rows if row]
+                for number, row in enumerate(rows, start=seen + 1):
+                    if len(row) != len(names):
+                        raise TableError(
+                            f"{mark(private)}expected {len(names)} cells in every row of "
+                            f"{str(path)!r} as in its header, got {len(row)} in row {number}; "
+                            "repair the file."
+                        )
+                seen += len(rows)
+                if rows:
+                    columns = zip(*rows, strict=True)
+                    yield Table(str(path), dict(zip(names, columns, strict=True)))
+    except UnicodeDecodeError:
+        raise TableError(
+            f"expected Parquet or UTF-8 text, got other bytes in {str(path)!r}; save the file as "
+            "CSV in UTF-8."
+        ) from None
+    except csv.Error as error:
+        raise TableError(
+            f"{mark(private)}expected a CSV table, got {str(path)!r} ({error}); repair it."
+        ) from None
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    if not names:
+        raise TableError(
+            f"expected a header line with column names in {str(path)!r}, got an empty file; add "
+            "the names."
+        )
+    counts = collections.Counter(names)
+    if "" in counts:
+        raise TableError(
+            f"expected a name for every column of {str(path)!r}, got an empty one at position "
+            f"{names.index('') + 1}; add a header line."
+        )
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise TableError(
+            f"expected different column names in {str(path)!r}, got {twice[0]!r} "
+            f"{counts[twice[0]]} times; rename one."
+        )
+
+
+def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
+    del private  # what can be wrong with a Parquet file is wrong with the file, not with a row
+    arrow, parquet = _pyarrow()
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_names(path, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=batch_rows):
+                if len(batch):
+                    columns = {
+                        name: _parquet_cells(path, name, column)
+                        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                    }
+                    yield Table(str(path), columns)
+    except arrow.ArrowException as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise TableError(
+            f"expected a Parquet table, got {str(path)!r} ({reason}); write it again."
+        ) from None
+
+
+def _parquet_cells(path: Path, name: str, column: Any) -> Cells:
+    arrow, _ = _pyarrow()
+    types, kind = arrow.types, column.type
+    if types.is_dictionary(kind):
+        column, kind = column.dictionary_decode(), kind.value_type
+    if types.is_null(kind):
+        return ("",) * len(column)
+    if types.is_boolean(kind):
+        words = {True: "true", False: "false", None: ""}
+        return tuple(words[value] for value in column.to_pylist())
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return column.cast(arrow.float64()).to_numpy(zero_copy_only=False)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return tuple("" if value is None else value for value in column.to_pylist())
+    raise TableError(
+        f"expected numbers, text or true/false in every column, got {kind} in column {name!r} of "
+        f"{str(path)!r}; convert or remove it."
+    )
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise TableError(
+            "expected the package pyarrow for Parquet files, got none installed; run pip install "
+            "'mirrordp[parquet]', or use CSV."
+        ) from None
+    return pyarrow, pyarrow.parquet
+
+
+def write_table(path: str | Path, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
+    """Writes Parquet where the name ends in .parquet, else CSV; numbers keep all their digits."""
+    path = Path(path)
+    if path.suffix.lower() == ".parquet":
+        arrow, parquet = _pyarrow()
+        parquet.write_table(arrow.table({k: list(v) for k, v in columns.items()}), path)
+        return
+    plain = [v.tolist() if isinstance(v, np.ndarray) else v for v in columns.values()]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*plain, strict=True))
+
+
+def mark(private: bool) -> str:
+    """What a message about private rows begins with."""
+    return f"{UNPROTECTED} " if private else ""
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names for a message, the first few of them."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
