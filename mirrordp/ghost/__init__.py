@@ -72,7 +72,7 @@ def clipped_grad(
             return oracle.with_stats(params, batch, is_padding, keys=keys)
         run = lambda rows, padding: _clipped_sum(split, rows, padding, l2_clip_norm)  # noqa: E731
         total, losses, norms = _in_microbatches(run, split.rows, is_padding, microbatch_size)
-        return split.tree(total), ClipStats(losses, norms)
+        return split.tree(total), ClipStats(losses, norms.astype(jnp.float32))
 
     return ClippedGrad(with_stats, float(l2_clip_norm), needs_key)
 
@@ -307,7 +307,8 @@ def _clipped_sum(
         oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
         margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
         norms_squared.append(_factors.gram(oriented, margin=margin))
-    factors, norms = _factors.clip_factors(norms_squared, is_padding, l2_clip_norm)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in split.leaves))
+    factors, norms = _factors.clip_factors(norms_squared, is_padding, l2_clip_norm, dtype)
 
     weight_sums = {
         number: _factors.weighted_sum(sites[number], parts[number], factors)

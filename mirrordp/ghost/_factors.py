@@ -300,7 +300,7 @@ def _gram(parts: Sequence[Factors], margin: float) -> Array:
 
 
 def clip_factors(
-    norms_squared: Sequence[Array], is_padding: Array, l2_clip_norm: float
+    norms_squared: Sequence[Array], is_padding: Array, l2_clip_norm: float, dtype: Any
 ) -> tuple[Array, Array]:
     """c_i = min(1, C / ‖g_i‖), zero for padding and where the norm is not finite; and ‖g_i‖."""
 
@@ -308,10 +308,10 @@ def clip_factors(
         norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
         usable = jnp.isfinite(norms) & ~is_padding
         factors = jnp.where(usable, jnp.minimum(1.0, l2_clip_norm / norms), 0.0)
-        return tuple(lax.convert_element_type(x, jnp.float32) for x in (factors, norms))
+        return tuple(lax.convert_element_type(x, dtype) for x in (factors, norms))
 
     if not norms_squared:
-        return jnp.zeros(is_padding.shape), jnp.zeros(is_padding.shape)
+        return jnp.zeros(is_padding.shape, dtype), jnp.zeros(is_padding.shape, dtype)
     return float64_call(compute, list(norms_squared), is_padding)
 
 

@@ -1,0 +1,74 @@
+"""Large layers have no per-example gradients: seen in the jaxpr, not in a stopwatch."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from experiments import models
+from mirrordp import clipping, ghost
+
+
+def shapes(jaxpr) -> set[tuple[int, ...]]:
+    """The shapes of all intermediate values, inner jaxprs included."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found |= {tuple(var.aval.shape) for var in eqn.outvars if hasattr(var.aval, "shape")}
+        for value in eqn.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    found |= shapes(inner)
+    return found
+
+
+def per_example_gradients(module, loss, params, batch, large: int) -> list:
+    rows = len(jax.tree.leaves(batch)[0])
+    clipped = module.clipped_grad(loss, l2_clip_norm=1.0)
+    jaxpr = jax.make_jaxpr(clipped)(params, batch, jnp.zeros(rows, bool))
+    sizes = {leaf.size for leaf in jax.tree.leaves(params) if leaf.size >= large}
+    found = shapes(jaxpr.jaxpr)
+    return [s for s in found if s and s[0] == rows and math.prod(s[1:]) in sizes]
+
+
+def test_the_language_model():
+    net = models.lstm_language_model(vocabulary=8000)
+    params = jax.eval_shape(net.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
+    batch = jnp.zeros((13, 36), int)
+    large = 120 * 480
+    assert not per_example_gradients(ghost, net.loss, params, batch, large)
+    assert per_example_gradients(clipping, net.loss, params, batch, large)
+
+
+def test_the_image_network():
+    net = models.cifar10_cnn()
+    params = net.init(jax.random.key(0))
+    batch = (jnp.zeros((13, 32, 32, 3)), jnp.zeros(13, int))
+    large = 9 * 64 * 128
+    assert not per_example_gradients(ghost, net.loss, params, batch, large)
+    assert per_example_gradients(clipping, net.loss, params, batch, large)
+
+
+def test_explain_names_every_parameter_and_its_path(capsys):
+    net = models.lstm_language_model(vocabulary=8000)
+    params = net.init(jax.random.key(0))
+    paths = {p.name: p for p in ghost.explain(net.loss, params, jnp.zeros((2, 36), int))}
+    printed = capsys.readouterr().out
+    assert len(paths) == len(jax.tree.leaves(params))
+    assert all(name in printed for name in paths)
+    assert paths["['embedding']"].path == "gram"
+    assert paths["['out']['kernel']"].path == "gram"
+    assert paths["['out']['kernel']"].numbers < 120 * 8000 / 100
+    assert paths["['out']['bias']"].path == "explicit"
+    assert "add" in paths["['out']['bias']"].reason
+
+
+def test_explain_says_why_a_parameter_is_explicit(capsys):
+    def loss(w, x):
+        return jnp.sum(x @ (w / jnp.linalg.norm(w)))
+
+    (path,) = ghost.explain(loss, jnp.ones((3, 2)), jnp.ones((2, 3)))
+    assert path.path == "explicit"
+    assert "function of parameters" in path.reason
+    assert "function of parameters" in capsys.readouterr().out
