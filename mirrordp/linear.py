@@ -16,7 +16,7 @@ nothing for a compiler to gain.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -188,12 +188,12 @@ def private_descent(
     learning_rate: float,
     key: jax.Array,
 ) -> np.ndarray:
-    """Full-batch private gradient descent from Θ; returns the average of the last half:
+    """Full-batch private gradient descent from Θ_0, and the average of its iterates:
 
-        Θ_{t+1} = Θ_t − η (Σ_i clip(u_i ⊗ r_i(Θ_t), C) + N(0, σ²C²)) / n,    t = 0, ..., T − 1,
+        Θ_{t+1} = Θ_t − η (Σ_i clip(u_i ⊗ r_i(Θ_t), C) + N(0, σ²C²)) / n,    t = 0, ..., T − 1.
 
-    and of Θ_1, ..., Θ_T the last ⌈T/2⌉ are averaged. In features scaled by the inverse root of a
-    Hessian it is mirror descent on the quadratic map with that Hessian.
+    The first ⌊T/8⌋ iterates are left out of the average. In features scaled by the inverse root of
+    a Hessian this is mirror descent on the quadratic map with that Hessian.
 
     Args:
         family: the loss.
@@ -231,8 +231,8 @@ def descend(
     num_steps: int,
     learning_rate: float | np.ndarray,
 ) -> np.ndarray:
-    """Θ ← Θ − η · gradient(Θ), `num_steps` times; the mean of the last half of the iterates."""
-    first = num_steps // 2
+    """Θ ← Θ − η · gradient(Θ), `num_steps` times; the mean of all but the first ⌊T/8⌋ iterates."""
+    first = num_steps // 8
     total = np.zeros_like(theta)
     for step in range(num_steps):
         theta = theta - learning_rate * gradient(theta)
@@ -241,86 +241,109 @@ def descend(
     return total / (num_steps - first)
 
 
-def public_fit(
-    family: Family, rows: Rows, *, ridge: float, penalized: np.ndarray, init: np.ndarray
-) -> np.ndarray:
-    """argmin over Θ of the mean loss + ½ ridge Σ_j penalized_j ‖Θ_j‖², by L-BFGS.
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublicObjective:
+    """Ψ(Θ) = mean loss over public rows + ½ Σ_j ridge_j ‖Θ_j‖²: start and geometry of a descent.
 
-    Args:
+    Attributes:
         family: the loss.
         rows: public rows.
-        ridge: the weight of the penalty.
-        penalized: shape (d,), one for coefficients and zero for an intercept.
-        init: where to start, shape (d, m).
+        ridge: shape (d,); zero for an intercept.
+        init: where its minimisation starts, shape (d, m).
     """
-    weights = ridge * penalized[:, None]
-    if family is SQUARED_ERROR:
-        gram = rows.features.T @ rows.features / len(rows) + np.diag(ridge * penalized)
-        moment = rows.features.T @ rows.targets / len(rows)
-        return scipy.linalg.lstsq(gram, moment)[0]
 
-    def value_and_grad(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        theta = flat.reshape(init.shape)
-        scores = rows.features @ theta
-        value = family.loss(scores, rows.targets).mean() + 0.5 * np.sum(weights * theta**2)
-        residuals = family.residuals(scores, rows.targets)
-        grad = rows.features.T @ residuals / len(rows) + weights * theta
-        return float(value), grad.ravel()
+    family: Family
+    rows: Rows
+    ridge: np.ndarray
+    init: np.ndarray
 
-    found = scipy.optimize.minimize(
-        value_and_grad, init.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": 500}
-    )
-    return found.x.reshape(init.shape)
+    @functools.cached_property
+    def minimizer(self) -> np.ndarray:
+        """argmin Ψ: a linear system for squared error, otherwise by L-BFGS."""
+        features, targets = self.rows.features, self.rows.targets
+        if self.family is SQUARED_ERROR:
+            gram = features.T @ features / len(features) + np.diag(self.ridge)
+            return scipy.linalg.lstsq(gram, features.T @ targets / len(features))[0]
+        penalty = self.ridge[:, None]
+
+        def value_and_grad(flat: np.ndarray) -> tuple[float, np.ndarray]:
+            theta = flat.reshape(self.init.shape)
+            scores = features @ theta
+            value = self.family.loss(scores, targets).mean() + 0.5 * np.sum(penalty * theta**2)
+            residuals = self.family.residuals(scores, targets)
+            return value, (features.T @ residuals / len(features) + penalty * theta).ravel()
+
+        found = scipy.optimize.minimize(
+            value_and_grad, self.init.ravel(), jac=True, method="L-BFGS-B",
+            options={"maxiter": 500, "gtol": 1e-6},
+        )  # fmt: skip
+        return found.x.reshape(self.init.shape)
+
+    @functools.cached_property
+    def hessian(self) -> np.ndarray:
+        """∇²Ψ at the minimiser, shape (d, d); averaged over outputs where there are several."""
+        weights = self.family.curvature(self.rows.features @ self.minimizer)
+        weighted = self.rows.features * weights[:, None]
+        return weighted.T @ self.rows.features / len(self.rows) + np.diag(self.ridge)
+
+    @functools.cached_property
+    def whitening(self) -> np.ndarray:
+        """B = (∇²Ψ)^{-1/2}, symmetric.
+
+        In features u' = Bu the Hessian is the identity, and a gradient step on Θ' = B⁻¹Θ is the
+        mirror step (∇²Ψ)⁻¹ g on Θ. Clipping and noise then follow the geometry too, which is the
+        best choice: with noise that is isotropic after a change of coordinates by B, K = BBᵀ,
+        typical gradients have squared norm tr(KH), and noise of that size costs a loss of
+        tr(KH) tr((KH)⁻¹) ≥ d² up to a factor, with equality at K ∝ H⁻¹.
+        """
+        values, vectors = np.linalg.eigh(self.hessian)
+        # Directions in which public rows hardly vary would otherwise be scaled without bound.
+        values = np.maximum(values, _SMALLEST_EIGENVALUE * max(values.mean(), 1e-300))
+        return (vectors / np.sqrt(values)) @ vectors.T
+
+    def over(self, rows: Rows) -> "PublicObjective":
+        """The same over other rows, minimised from here."""
+        return dataclasses.replace(self, rows=rows, init=self.minimizer)
+
+    @classmethod
+    def cross_validated(
+        cls, family: Family, rows: Rows, *, penalized: np.ndarray, rng: np.random.Generator
+    ) -> "PublicObjective":
+        """The objective whose ridge predicts held-out public rows best.
+
+        Args:
+            family: the loss.
+            rows: public rows.
+            penalized: shape (d,), one for coefficients and zero for an intercept.
+            rng: deals the rows into folds; no secret.
+        """
+        init = np.zeros((rows.features.shape[1], rows.targets.shape[1]))
+        if family is POISSON and not penalized.all():
+            # From a mean of one, counts in the thousands are a long way.
+            init[np.argmin(penalized)] = np.log(max(rows.targets.mean(), 1e-3))
+        curvature = family.curvature(rows.features @ init)
+        level = float(np.mean(curvature[:, None] * rows.features**2)) or 1.0
+        # Weak after strong, so that each is a start for the next.
+        candidates = [level * ridge for ridge in sorted(RELATIVE_RIDGES, reverse=True)]
+        folds = min(_FOLDS, len(rows))
+        losses = np.zeros(len(candidates))
+        fold = rng.permutation(np.arange(len(rows)) % folds)
+        for held_out in range(folds if folds > 1 else 0):
+            fitted, validation = rows.take(fold != held_out), rows.take(fold == held_out)
+            theta = init
+            for index, ridge in enumerate(candidates):
+                theta = cls(family, fitted, ridge * penalized, theta).minimizer
+                losses[index] += family.loss(
+                    validation.features @ theta, validation.targets
+                ).sum()
+        return cls(family, rows, candidates[int(np.argmin(losses))] * penalized, init)
 
 
-def choose_ridge(
-    family: Family,
-    rows: Rows,
-    *,
-    penalized: np.ndarray,
-    candidates: Sequence[float],
-    init: np.ndarray,
-    rng: np.random.Generator,
-    folds: int = 5,
-) -> float:
-    """The candidate with the least loss under cross-validation on public rows."""
-    folds = min(folds, len(rows))
-    if folds < 2:
-        return max(candidates)
-    fold = rng.permutation(np.arange(len(rows)) % folds)
-    losses = np.zeros(len(candidates))
-    for held_out in range(folds):
-        fitted, validation = rows.take(fold != held_out), rows.take(fold == held_out)
-        theta = init
-        # From strong to weak, each the start of the next.
-        for index in np.argsort(candidates)[::-1]:
-            theta = public_fit(
-                family, fitted, ridge=candidates[index], penalized=penalized, init=theta
-            )
-            losses[index] += np.sum(family.loss(validation.features @ theta, validation.targets))
-    return float(candidates[int(np.argmin(losses))])
+RELATIVE_RIDGES = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
+"""Candidates for the ridge, over the mean curvature of the loss per feature."""
 
-
-def whitening(family: Family, theta: np.ndarray, rows: Rows, *, ridge: float) -> np.ndarray:
-    """B = (H + ridge I)^{-1/2}, H the (feature part of the) Hessian of the public loss at Θ.
-
-    In features u' = B u the Hessian is the identity, up to the ridge. A gradient step on Θ' = B⁻¹Θ
-    is the mirror step with H + ridge I on Θ. Clipping and noise then follow the same geometry:
-    of all linear changes of coordinates this one has the least noise in the loss, since for noise
-    that is isotropic after a change with K = BBᵀ it is tr(K H) tr((K H)⁻¹) ≥ d² up to a factor.
-
-    Args:
-        family: the loss.
-        theta: the public optimum, shape (d, m).
-        rows: public rows.
-        ridge: relative to the mean eigenvalue of H.
-    """
-    weights = family.curvature(rows.features @ theta)
-    hessian = (rows.features * weights[:, None]).T @ rows.features / len(rows)
-    values, vectors = np.linalg.eigh(hessian)
-    values = np.maximum(values, 0.0)
-    level = values.mean() if values.any() else 1.0
-    return (vectors / np.sqrt(values + ridge * level)) @ vectors.T
+_SMALLEST_EIGENVALUE = 0.01
+_FOLDS = 5
 
 
 class Settings(NamedTuple):
@@ -330,28 +353,26 @@ class Settings(NamedTuple):
         l2_clip_norm: C.
         num_steps: T; 0 if the private rows are not worth their noise.
         learning_rate: η.
-        predicted_gain: by how much the loss is expected to fall below that of the public model.
     """
 
     l2_clip_norm: float
     num_steps: int
     learning_rate: float
-    predicted_gain: float
 
 
-NUM_STEPS = (1, 2, 4, 8, 16, 32, 64)
-LEARNING_RATES = (0.1, 0.2, 0.35, 0.6, 1.0, 1.5, 2.5, 4.0, 7.0)
-CLIP_QUANTILES = (0.05, 0.2, 0.4, 0.6, 0.75, 0.87, 0.95, 0.99)
-_MAX_ROWS = 4000
-_SPLITS = 6
+NUM_STEPS = (8, 32, 128)
+LEARNING_RATES = (0.03, 0.1, 0.2, 0.4, 0.8, 1.5)
+CLIP_QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.995)
+_MAX_ROWS = 1500
+_REPETITIONS = 4
+# Of two step counts that promise nearly the same, the smaller is the faster.
+_GOOD_ENOUGH = 0.98
 
 
 def choose_settings(
-    family: Family,
-    rows: Rows,
+    public: PublicObjective,
+    geometry: Callable[[PublicObjective], np.ndarray],
     *,
-    fit: Callable[[Rows], np.ndarray],
-    geometry: Callable[[np.ndarray, Rows], np.ndarray],
     num_private: int,
     one_step_noise: float,
     rng: np.random.Generator,
@@ -361,72 +382,90 @@ def choose_settings(
 ) -> Settings:
     """Clip norm, step count and learning rate, from public rows and the budget alone.
 
-    The public rows are split in two halves. One plays the private population, the other the public
-    data that scaling and start come from; the start is moved towards the population's optimum until
-    its error is the one to be expected of all public rows,
+    A bootstrap acts the private run out. The public rows are the population, with Ψ as its loss
+    (whose minimiser is known) in place of the private one; a resample of them plays the public
+    rows that a start and a geometry come from. From there every combination of candidates descends
+    on clipped gradients of the population with
 
-        Θ_0 = Θ_B + √((1/n_pub + 1/n) / (1/n_A + 1/n_B)) (Θ_A − Θ_B).
+    - the noise of the private run, of standard deviation σ₁√T·C/n in each coordinate;
+    - one fixed deviation, since n private rows are a sample too: its covariance is that of a
+      clipped gradient over n, taken as isotropic;
 
-    Every combination of candidates then runs with noise of standard deviation σ₁√T·C/n on its mean
-    gradient, as the private run would have it, and is judged by the population's loss. The average
-    over several splits decides. Staying at the public model is one of the candidates.
+    and is judged by Ψ. The average gain over several resamples decides; no gain means no descent.
 
     Args:
-        family: the loss.
-        rows: public rows in standardised features.
-        fit: the public optimum of some of the rows.
-        geometry: the change of coordinates B found from an optimum and its rows.
+        public: Ψ, in standardised features.
+        geometry: the change of coordinates B found from an objective.
         num_private: n.
-        one_step_noise: σ₁, the noise multiplier that spends the whole budget in one step; exact
+        one_step_noise: σ₁, the noise multiplier that spends the whole budget in one step. Exact
             composition makes it σ₁√T for T steps.
-        rng: for the splits and the noise; no secret.
+        rng: for resamples and noise; no secret.
         l2_clip_norm: C, if it is given.
         num_steps: T, if it is given.
         learning_rate: η, if it is given.
     """
-    if len(rows) > _MAX_ROWS:
-        rows = rows.take(rng.permutation(len(rows))[:_MAX_ROWS])
-        # A smaller public set would start further away; the formula below speaks of all rows.
-    all_steps = NUM_STEPS if num_steps is None else (num_steps,)
-    rates = np.array(LEARNING_RATES if learning_rate is None else (learning_rate,))
     clips = np.array(CLIP_QUANTILES if l2_clip_norm is None else (l2_clip_norm,))
-    grid_clips, grid_rates = (axis.ravel() for axis in np.meshgrid(clips, rates, indexing="ij"))
-    gain = np.zeros((len(all_steps), len(grid_rates)))
-    for _ in range(_SPLITS):
-        order = rng.permutation(len(rows))
-        half = len(rows) // 2
-        seen, population = rows.take(order[:half]), rows.take(order[half:])
-        theta, target = fit(seen), fit(population)
-        basis = geometry(theta, seen)
-        shrink = math.sqrt(
-            (1 / len(rows) + 1 / num_private) / (1 / len(seen) + 1 / len(population))
-        )
-        start = np.linalg.solve(basis, target + shrink * (theta - target))
-        population = Rows(population.features @ basis, population.targets)
-        norms = gradient_norms(family, start, population)
-        limits = np.quantile(norms, grid_clips) if l2_clip_norm is None else grid_clips
-        limits = np.maximum(limits, np.finfo(float).tiny)
-        clipped_sum = ClippedSum(family, limits)
-        before = mean_loss(family, start, population)
-        starts = np.repeat(start[:, :, None], len(limits), axis=2)
-        for index, steps in enumerate(all_steps):
+    rates = np.array(LEARNING_RATES if learning_rate is None else (learning_rate,))
+    step_counts = NUM_STEPS if num_steps is None else (num_steps,)
+    clips, rates = (axis.ravel() for axis in np.meshgrid(clips, rates, indexing="ij"))
+    gains = np.zeros((len(step_counts), len(rates)))
+    num_public = len(public.rows)
+    if num_public > _MAX_ROWS:
+        public = public.over(public.rows.take(rng.permutation(num_public)[:_MAX_ROWS]))
+    for _ in range(_REPETITIONS):
+        resample = public.over(public.rows.take(rng.integers(len(public.rows), size=len(public.rows))))
+        basis = geometry(resample)
+        # A resample of fewer rows errs more than all public rows do.
+        error = math.sqrt(len(public.rows) / num_public) * (resample.minimizer - public.minimizer)
+        start = np.linalg.solve(basis, public.minimizer + error)
+        rehearsal = _Rehearsal(public, basis)
+        limits = clips
+        if l2_clip_norm is None:
+            limits = np.quantile(gradient_norms(public.family, start, rehearsal.rows), clips)
+        limits = np.maximum(limits, 1e-30)
+        deviation = rng.normal(size=(*start.shape, 1)) / math.sqrt(start.size * num_private)
+        for index, steps in enumerate(step_counts):
             scale = one_step_noise * math.sqrt(steps) * limits / num_private
+            gains[index] += rehearsal.gain(start, limits, rates, steps, scale, deviation, rng)
+    gains = np.nan_to_num(gains / _REPETITIONS, nan=-np.inf)
+    best = gains.max()
+    if best <= 0 and num_steps is None and learning_rate is None:
+        return Settings(float(clips[0]), 0, 0.0)
+    row = int(np.argmax(gains.max(axis=1) >= best - (1 - _GOOD_ENOUGH) * abs(best)))
+    column = int(np.argmax(gains[row]))
+    return Settings(float(clips[column]), int(step_counts[row]), float(rates[column]))
 
-            def gradient(theta, population=population, clipped_sum=clipped_sum, scale=scale):
-                # The same noise for all candidates, so that they differ in what matters.
-                noise = rng.normal(size=(*theta.shape[:2], 1)) * scale
-                return clipped_sum(theta, population) / len(population) + noise
 
-            with np.errstate(over="ignore", invalid="ignore"):
-                end = descend(gradient, starts, num_steps=steps, learning_rate=grid_rates)
-                gain[index] += before - mean_loss(family, end, population)
-    gain = np.nan_to_num(gain / _SPLITS, nan=-np.inf)
-    best_steps, best = np.unravel_index(int(np.argmax(gain)), gain.shape)
-    if gain[best_steps, best] <= 0 and num_steps is None and learning_rate is None:
-        return Settings(float(grid_clips[best]), 0, 0.0, 0.0)
-    return Settings(
-        float(grid_clips[best]),
-        int(all_steps[best_steps]),
-        float(grid_rates[best]),
-        float(gain[best_steps, best]),
-    )
+class _Rehearsal:
+    """Descent on the public objective in place of the private one, in float32: it is a trial."""
+
+    def __init__(self, public: PublicObjective, basis: np.ndarray):
+        self._family = public.family
+        self.rows = Rows(
+            (public.rows.features @ basis).astype(np.float32),
+            public.rows.targets.astype(np.float32),
+        )
+        self._ridge = (basis.T @ (public.ridge[:, None] * basis)).astype(np.float32)
+
+    def _value(self, theta: np.ndarray) -> np.ndarray:
+        penalty = np.sum(theta * _scores(self._ridge, theta), axis=(0, 1))
+        return mean_loss(self._family, theta, self.rows) + 0.5 * penalty
+
+    def gain(self, start, limits, rates, num_steps, noise_scale, deviation, rng) -> np.ndarray:
+        """By how much each candidate lowers the objective."""
+        limits, rates, noise_scale = (v.astype(np.float32) for v in (limits, rates, noise_scale))
+        clipped_sum = ClippedSum(self._family, limits)
+        theta = np.repeat(start[:, :, None], len(limits), axis=2).astype(np.float32)
+        norms = gradient_norms(self._family, start.astype(np.float32), self.rows)
+        spread = np.sqrt(np.mean(np.minimum(norms[:, None], limits) ** 2, axis=0))
+        fixed = (deviation * spread).astype(np.float32)
+
+        def gradient(theta: np.ndarray) -> np.ndarray:
+            # The same noise for all candidates, so that they differ in what matters.
+            noise = rng.normal(size=(*theta.shape[:2], 1)).astype(np.float32) * noise_scale
+            mean = clipped_sum(theta, self.rows) / np.float32(len(self.rows))
+            return mean + _scores(self._ridge, theta) + fixed + noise
+
+        with np.errstate(over="ignore", invalid="ignore"):
+            end = descend(gradient, theta, num_steps=num_steps, learning_rate=rates)
+            return self._value(theta[:, :, :1]) - self._value(end)

@@ -7,6 +7,7 @@ Noise is drawn in float32 or wider, from a key that has no default.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -44,7 +45,13 @@ class GaussianNoise:
 
     def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
         """Adds fresh Gaussian noise to each sum."""
-        return noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key, dtype=_noise_dtype())
+        return _with_full_tails(
+            lambda stddev, key: noise_addition.gaussian_privatizer(
+                stddev=stddev, prng_key=key, dtype=_noise_dtype()
+            ),
+            stddev,
+            key,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +93,29 @@ class BandedNoise:
 
     def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
         """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
-        return noise_addition.matrix_factorization_privatizer(
-            toeplitz.inverse_as_streaming_matrix(jnp.asarray(self.coefficients)),
-            stddev=stddev * math.hypot(*self.coefficients),
-            prng_key=key,
-            dtype=_noise_dtype(),
+        return _with_full_tails(
+            lambda stddev, key: noise_addition.matrix_factorization_privatizer(
+                toeplitz.inverse_as_streaming_matrix(jnp.asarray(self.coefficients)),
+                stddev=stddev,
+                prng_key=key,
+                dtype=_noise_dtype(),
+            ),
+            stddev * math.hypot(*self.coefficients),
+            key,
         )
+
+
+def _with_full_tails(
+    make: Callable[[float, jax.Array], optax.GradientTransformation], stddev: float, key: jax.Array
+) -> optax.GradientTransformation:
+    """Four independent streams of half the scale: a Gaussian whose tails are not cut.
+
+    JAX draws float32 normals from 23 random bits, and so never beyond about 5.4 standard
+    deviations. A value out there would prove that a record took part; at small noise multipliers
+    that alone breaks the stated δ. The sum of four reaches 10.8, where nothing is left to prove.
+    """
+    parts = jax.random.split(key, 4)
+    return optax.chain(*(make(stddev / 2, part) for part in parts))
 
 
 def _noise_dtype() -> jnp.dtype:

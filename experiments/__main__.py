@@ -1,0 +1,35 @@
+"""Dispatcher: `python -m experiments <command> [options]`.
+
+Each command is a module of this package with `main(argv) -> int`. It is imported only when it is
+asked for, so that one command never needs the dependencies of another.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
+    "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command named by the first argument and return its exit status."""
+    listing = "\n".join(f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description="Reproduce the paper's tables and figures.",
+        epilog=f"commands:\n{listing}\n\n'<command> --help' lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args(argv)
+    module, _ = COMMANDS[arguments.command]
+    return importlib.import_module(module).main(arguments.options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Two kinds of data that cannot be confused; overlap; what is refused, and how it is said."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mirrordp import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp.data import UNPROTECTED, excluded_rows, require_private, require_public
+
+BOTH = pytest.mark.parametrize("kind", [PrivateData, PublicData])
+
+
+def rows(n=6, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(n, 2)).astype(np.float32), "y": rng.integers(0, 3, n)}
+
+
+class TestTypes:
+    @BOTH
+    def test_holds_rows(self, kind):
+        data = kind(rows())
+        assert len(data) == 6
+        assert data.nbytes == 6 * 2 * 4 + 6 * 8
+        assert isinstance(kind(jnp.ones((3, 2))).arrays, np.ndarray)
+
+    def test_neither_is_the_other(self):
+        private, public = PrivateData(rows()), PublicData(rows())
+        assert not isinstance(private, PublicData)
+        assert not isinstance(public, PrivateData)
+        require_private(private)
+        require_public(public)
+        with pytest.raises(TypeError, match="private must be PrivateData, got PublicData"):
+            require_private(public)
+        with pytest.raises(TypeError, match="public must be PublicData, got PrivateData"):
+            require_public(private)
+        with pytest.raises(TypeError, match=r"Wrap the sensitive rows: private=PrivateData"):
+            require_private(rows())
+
+    @BOTH
+    def test_half_precision_features_are_numbers(self, kind):
+        assert len(kind(jnp.ones((3, 2), jnp.bfloat16))) == 3
+        with pytest.raises(ValueError, match="must be finite"):
+            kind(jnp.full((3, 2), jnp.nan, jnp.bfloat16))
+
+
+class TestBadInput:
+    @BOTH
+    def test_empty(self, kind):
+        with pytest.raises(ValueError, match=f"{kind.__name__} is empty: expected at least one"):
+            kind(np.zeros((0, 3)))
+        with pytest.raises(ValueError, match="at least one array, got an empty tree"):
+            kind({})
+
+    @BOTH
+    def test_unequal_lengths(self, kind):
+        with pytest.raises(ValueError, match=r"same number of rows, got .*'x'\]\": 6.*'y'\]\": 5"):
+            kind({"x": np.ones((6, 2)), "y": np.ones(5)})
+
+    @BOTH
+    def test_scalars(self, kind):
+        with pytest.raises(
+            ValueError, match=r"leading example axis, got a scalar at arrays\['y'\]"
+        ):
+            kind({"x": np.ones(3), "y": 1.0})
+
+    @BOTH
+    @pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([{}, None], object)])
+    def test_not_numbers(self, kind, array):
+        with pytest.raises(TypeError, match=r"must hold numbers, got dtype .* at arrays\['x'\]"):
+            kind({"x": array})
+
+    @BOTH
+    def test_non_finite_features_name_column_and_count(self, kind):
+        data = rows()
+        data["x"][[1, 3], 1] = np.nan
+        data["x"][2, 0] = -np.inf
+        with pytest.raises(ValueError) as caught:
+            kind(data)
+        message = str(caught.value)
+        assert "got 3 NaN or infinite values" in message
+        assert "arrays['x'] column 0 (1)" in message
+        assert "arrays['x'] column 1 (2)" in message
+        assert (UNPROTECTED in message) == (kind is PrivateData)
+
+    @BOTH
+    def test_many_bad_columns_are_counted(self, kind):
+        with pytest.raises(ValueError, match="and 4 more columns"):
+            kind(np.full((2, 9), np.inf))
+        with pytest.raises(ValueError, match="2 NaN or infinite values in arrays"):
+            kind(np.full(2, np.nan))
+
+    def test_messages_about_private_rows_are_marked(self):
+        with pytest.raises(ValueError) as caught:
+            PrivateData({"x": np.ones((6, 2)), "y": np.ones(5)})
+        assert UNPROTECTED in str(caught.value)
+
+
+class TestOverlap:
+    def test_rows_that_are_also_public_are_masked_one_by_one(self):
+        private = rows()
+        public = {name: leaf[[4, 1, 1]] for name, leaf in private.items()}
+        with pytest.warns(UnprotectedWarning, match="2 private rows equal a public row") as record:
+            mask = excluded_rows(PrivateData(private), PublicData(public))
+        assert UNPROTECTED in str(record[0].message)
+        np.testing.assert_array_equal(np.flatnonzero(mask), [1, 4])
+        assert len(mask) == 6
+
+    def test_a_row_counts_only_as_a_whole(self):
+        private = rows()
+        public = {"x": private["x"].copy(), "y": private["y"] + 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not excluded_rows(PrivateData(private), PublicData(public)).any()
+
+    def test_each_row_is_judged_by_itself(self):
+        """Changing one private row changes the mask in that place only."""
+        private, public = rows(), rows()
+        with pytest.warns(UnprotectedWarning):
+            before = excluded_rows(PrivateData(private), PublicData(public))
+        private["x"][3] += 1
+        with pytest.warns(UnprotectedWarning):
+            after = excluded_rows(PrivateData(private), PublicData(public))
+        np.testing.assert_array_equal(np.flatnonzero(before != after), [3])
+
+    def test_refuse(self):
+        with pytest.raises(
+            ValueError, match=r"6 private rows equal a public row.*'refuse'"
+        ) as caught:
+            excluded_rows(PrivateData(rows()), PublicData(rows()), Overlap.REFUSE)
+        assert UNPROTECTED in str(caught.value)
+
+    def test_refuse_without_overlap(self):
+        mask = excluded_rows(PrivateData(rows()), PublicData(rows(seed=1)), Overlap.REFUSE)
+        assert not mask.any()
+
+    @pytest.mark.parametrize(
+        "public",
+        [
+            {"x": np.ones((2, 2), np.float32)},
+            {"x": np.ones((2, 3), np.float32), "y": np.ones(2, int)},
+            {"x": np.ones((2, 2)), "y": np.ones(2, int)},
+        ],
+        ids=["tree", "shape", "dtype"],
+    )
+    def test_mismatched_trees(self, public):
+        with pytest.raises(ValueError, match=r"same structure, got private .*float32\[n, 2\]"):
+            excluded_rows(PrivateData(rows()), PublicData(public))
+
+
+class TestSplit:
+    def test_partitions_the_rows(self):
+        data = {"x": np.arange(100.0)[:, None], "y": np.arange(100)}
+        private, public = split(data, public_fraction=0.04, seed=1)
+        assert (len(private), len(public)) == (96, 4)
+        together = np.concatenate([private.arrays["y"], public.arrays["y"]])
+        assert sorted(together) == list(range(100))
+        np.testing.assert_array_equal(private.arrays["x"][:, 0], private.arrays["y"])
+
+    def test_the_seed_decides(self):
+        x = np.arange(100.0)
+        same = [split(x, public_fraction=0.1, seed=3)[1].arrays for _ in range(2)]
+        np.testing.assert_array_equal(*same)
+        assert (same[0] != split(x, public_fraction=0.1, seed=4)[1].arrays).any()
+
+    @pytest.mark.parametrize("bad", [0.0, 1.0, -1.0, np.nan])
+    def test_bad_fraction(self, bad):
+        with pytest.raises(ValueError, match=r"public_fraction must be a number in \(0, 1\)"):
+            split(np.arange(10.0), public_fraction=bad, seed=0)

@@ -1,0 +1,279 @@
+"""Noise of the right scale, fresh at each step, independent of sampling; correlated: C⁻¹z."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrordp
+from mirrordp import BandedNoise, CyclicPoissonSampling, GaussianNoise, UnsupportedError
+from mirrordp.training import randomness
+from tests import statistical, tools
+
+ZEROS = {"a": np.zeros((40, 25), np.float32), "b": np.zeros(500, np.float32)}
+COEFFICIENTS = (1.0, 0.5, 0.3)
+
+
+@functools.cache
+def stream(noise, stddev: float, num_steps: int, seed: int = 0) -> np.ndarray:
+    """Noise of `num_steps` steps on sums of zero, as a table [steps, coordinates]."""
+    privatizer = noise.privatizer(stddev, jax.random.key(seed))
+
+    def step(state, _):
+        noisy, state = privatizer.update(ZEROS, state)
+        return state, jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noisy)])
+
+    run = jax.jit(lambda: jax.lax.scan(step, privatizer.init(ZEROS), length=num_steps)[1])
+    return np.asarray(run())
+
+
+def assert_scale(samples, stddev):
+    """Accepted at the right scale, rejected at 2/3 and 3/2 of it, and at 2% off."""
+    assert statistical.accepts_stddev(samples, stddev)
+    for factor in (2 / 3, 0.95, 1.05, 3 / 2):
+        assert not statistical.accepts_stddev(samples, factor * stddev)
+
+
+class TestGaussian:
+    @pytest.mark.parametrize("stddev", [0.3, 1.0, 25.0])
+    def test_scale(self, stddev):
+        samples = stream(GaussianNoise(), stddev, 20)
+        assert_scale(samples, stddev)
+        assert_scale(samples[:, :1000], stddev)
+        assert_scale(samples[:, 1000:], stddev)
+
+    def test_is_normal(self):
+        samples = stream(GaussianNoise(), 1.0, 20)
+        assert statistical.accepts_normal(samples, 1.0)
+        uniform = np.random.default_rng(0).uniform(-math.sqrt(3), math.sqrt(3), samples.size)
+        assert not statistical.accepts_normal(uniform, 1.0)
+
+    def test_tails_are_those_of_a_normal(self):
+        """A tail cut at 5.2 standard deviations hands δ to whoever sees an output beyond it."""
+        privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+        zeros = jnp.zeros(1_000_000)
+
+        def step(carry, _):
+            state, low, high = carry
+            noisy, state = privatizer.update(zeros, state)
+            return (state, jnp.minimum(low, noisy.min()), jnp.maximum(high, noisy.max())), None
+
+        run = jax.jit(
+            lambda: jax.lax.scan(step, (privatizer.init(zeros), 0.0, 0.0), length=150)[0][1:]
+        )
+        low, high = run()
+        # 1.5e8 draws: a normal passes 5.25 on either side except with probability 1e-5.
+        assert high > 5.25
+        assert low < -5.25
+
+    def test_no_reuse_between_steps_or_leaves(self):
+        samples = stream(GaussianNoise(), 1.0, 20)
+        for lag in (1, 2, 7):
+            assert statistical.accepts_uncorrelated(samples[:-lag], samples[lag:])
+        assert statistical.accepts_uncorrelated(samples[:, :500], samples[:, 1000:])
+        # A mechanism that reuses a tenth of its last noise is caught.
+        reused = samples[1:] + 0.1 * samples[:-1]
+        assert not statistical.accepts_uncorrelated(reused, samples[:-1])
+
+    def test_one_band_is_gaussian_noise(self):
+        for coefficient in (1.0, 4.0):
+            samples = stream(BandedNoise((coefficient,)), 2.0, 20)
+            assert_scale(samples, 2.0)
+            assert statistical.accepts_uncorrelated(samples[:-1], samples[1:])
+
+    def test_narrow_parameters_get_single_precision_noise(self):
+        """Noise in bfloat16 would have gaps of 1/256; the sum is widened before."""
+        state = mirrordp.TrainStep(
+            loss_fn=tools.squared_distance,
+            mechanism=tools.mechanism(),
+            optimizer=tools.sgd(0.0),
+        )
+        zero_sum = state.zero_sum(jnp.zeros(1000, jnp.bfloat16))
+        assert zero_sum.dtype == jnp.float32
+        privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+        noisy, _ = privatizer.update(zero_sum, privatizer.init(zero_sum))
+        assert noisy.dtype == jnp.float32
+        assert len(np.unique(noisy)) > 990
+
+    def test_double_precision(self):
+        with jax.enable_x64(True):
+            privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+            zeros = jnp.zeros(1000)
+            noisy, _ = privatizer.update(zeros, privatizer.init(zeros))
+            assert noisy.dtype == jnp.float64
+            # Drawn in double precision, not widened afterwards.
+            assert np.any(np.asarray(noisy, np.float32) != np.asarray(noisy))
+
+
+class TestIndependenceOfSampling:
+    def test_keys_and_draws_come_from_different_streams(self):
+        rng, keys = randomness(0)
+        data = [np.asarray(jax.random.key_data(key)).tolist() for key in keys]
+        assert len({tuple(words) for words in data}) == 3
+        # Noise drawn with the key of one run is not a function of its draws: correlate over seeds.
+        noise, sizes = [], []
+        sampler = tools.poisson(20, rows=200)
+        normal = jax.jit(lambda key: jax.random.normal(key, (4,)))
+        for seed in range(400):
+            rng, keys = randomness(seed)
+            noise.append(np.asarray(normal(keys.noise)))
+            sizes.append([len(draw) for draw in sampler.batches(200, 4, rng)])
+        noise, sizes = np.array(noise), np.array(sizes)
+        assert statistical.accepts_uncorrelated(noise, sizes)
+        assert not statistical.accepts_uncorrelated(noise + sizes, sizes)
+
+    def test_no_seed_means_fresh_entropy(self):
+        states = {
+            tuple(np.asarray(jax.random.key_data(randomness(None)[1].noise)).tolist())
+            for _ in range(5)
+        }
+        assert len(states) == 5
+
+    def test_the_key_has_no_default(self):
+        with pytest.raises(TypeError, match="key"):
+            GaussianNoise().privatizer(1.0)
+        with pytest.raises(TypeError, match="key"):
+            tools.mechanism().privatizer()
+
+
+def toeplitz(coefficients, size):
+    matrix = np.zeros((size, size))
+    for band, value in enumerate(coefficients):
+        matrix += value * np.eye(size, k=-band)
+    return matrix
+
+
+class TestBanded:
+    def test_covariance_is_that_of_c_inverse_z(self):
+        steps, stddev = 8, 1.5
+        samples = stream(BandedNoise(COEFFICIENTS), stddev, steps)
+        inverse = np.linalg.inv(toeplitz(COEFFICIENTS, steps))
+        scale = stddev * math.hypot(*COEFFICIENTS)
+        covariance = scale**2 * inverse @ inverse.T
+        assert statistical.accepts_covariance(samples.T, covariance)
+        assert not statistical.accepts_covariance(samples.T, np.diag(np.diag(covariance)))
+        assert not statistical.accepts_covariance(samples.T, (2 / 3) ** 2 * covariance)
+        assert not statistical.accepts_covariance(samples.T, 1.5**2 * covariance)
+        # Without the column norm of C, the guarantee would be false and the scale too small.
+        assert not statistical.accepts_covariance(samples.T, stddev**2 * inverse @ inverse.T)
+
+    def test_z_has_the_stated_scale_for_one_participation(self):
+        """Multiplying by C gives back z; one record moves it by ‖c‖·C at most, and z has σC‖c‖."""
+        steps, stddev = 8, 1.5
+        samples = stream(BandedNoise(COEFFICIENTS), stddev, steps)
+        z = toeplitz(COEFFICIENTS, steps) @ samples
+        assert_scale(z / math.hypot(*COEFFICIENTS), stddev)
+        for lag in (1, 2, 3):
+            assert statistical.accepts_uncorrelated(z[:-lag], z[lag:])
+        assert not statistical.accepts_uncorrelated(samples[:-1], samples[1:])
+
+    def test_unamplified_sensitivity(self):
+        """With separation ≥ bands, k participations move C·sums by sqrt(k)·‖c‖: k Gaussians."""
+        steps, groups = 12, 4
+        matrix = toeplitz(COEFFICIENTS, steps)
+        column = math.hypot(*COEFFICIENTS)
+        for group in range(groups):
+            signs = np.zeros(steps)
+            signs[group::groups] = np.random.default_rng(group).choice([-1, 1], 3)
+            moved = np.linalg.norm(matrix @ signs)
+            assert moved <= math.sqrt(3) * column * (1 + 1e-12)
+        # One group fewer than bands and the participations overlap: more than the event says.
+        overlapping = np.zeros(steps)
+        overlapping[::2] = 1
+        assert np.linalg.norm(matrix @ overlapping) > math.sqrt(6) * column
+
+    def test_optimal_coefficients_cancel_in_prefix_sums(self):
+        noise = BandedNoise.optimal(num_steps=16, num_bands=4)
+        assert noise.num_bands == 4
+        inverse = np.linalg.inv(toeplitz(noise.coefficients, 16)) * math.hypot(*noise.coefficients)
+        prefix = np.tril(np.ones((16, 16)))
+        assert np.linalg.norm(prefix @ inverse) < 0.9 * np.linalg.norm(prefix)
+
+    @pytest.mark.parametrize("bad", [(), (math.nan,), (1.0, math.inf)])
+    def test_coefficients_must_be_finite(self, bad):
+        with pytest.raises(ValueError, match="coefficients must be finite numbers, at least one"):
+            BandedNoise(bad)
+
+    @pytest.mark.parametrize("bad", [0.0, -1.0])
+    def test_the_first_coefficient_must_be_positive(self, bad):
+        with pytest.raises(ValueError, match="must be a positive finite number"):
+            BandedNoise((bad, 1.0))
+
+    def test_more_bands_than_steps(self):
+        with pytest.raises(ValueError, match="num_bands must be at most num_steps=3, got 4"):
+            BandedNoise.optimal(num_steps=3, num_bands=4)
+
+
+BANDED = BandedNoise(COEFFICIENTS)
+
+
+class TestWhereCorrelatedNoiseIsRefused:
+    @pytest.mark.parametrize(
+        ("sampling", "why"),
+        [
+            (tools.poisson(), "drawn in neighbouring steps"),
+            (mirrordp.FullBatch.of(40), "every record takes part in every step"),
+        ],
+        ids=["Poisson", "full batch"],
+    )
+    def test_without_separation(self, sampling, why):
+        with pytest.raises(
+            UnsupportedError, match=f"{why}.*CyclicPoissonSampling with num_groups=3"
+        ):
+            tools.mechanism(sampling=sampling, noise=BANDED)
+
+    def test_fixed_size(self):
+        with pytest.raises(UnsupportedError, match="drawn in neighbouring steps"):
+            tools.mechanism(
+                sampling=mirrordp.FixedSizeSampling(batch_size=8, num_examples=40),
+                adjacency=mirrordp.Adjacency.REPLACE,
+                noise=BANDED,
+            )
+
+    def test_fewer_groups_than_bands(self):
+        cyclic = CyclicPoissonSampling.for_batch_size(8, num_examples=40, num_groups=2)
+        with pytest.raises(UnsupportedError, match="needs at least 3 groups, got num_groups=2"):
+            tools.mechanism(sampling=cyclic, noise=BANDED)
+
+    @pytest.mark.parametrize("groups", [3, 4])
+    @pytest.mark.parametrize("share", [0.5, 1.0], ids=["amplified", "unamplified"])
+    def test_enough_groups_are_accepted(self, groups, share):
+        size = 40 // groups
+        cyclic = CyclicPoissonSampling.for_batch_size(
+            share * size, num_examples=40, num_groups=groups
+        )
+        found = tools.mechanism(sampling=cyclic, noise=BANDED)
+        assert found.epsilon(1e-3) == tools.mechanism(sampling=cyclic).epsilon(1e-3)
+
+    def test_skipped_steps(self):
+        cyclic = CyclicPoissonSampling.for_batch_size(8, num_examples=40, num_groups=3)
+        data = mirrordp.PrivateData(tools.features())
+        public = mirrordp.PublicData(tools.features(seed=1))
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        with pytest.raises(ValueError, match="correlated noise needs every step to be a private"):
+            mirrordp.train(
+                tools.squared_distance,
+                jnp.zeros(3),
+                data,
+                public,
+                mechanism=tools.mechanism(sampling=cyclic, noise=BANDED),
+                optimizer=tools.sgd(0.1),
+                alpha=[1.0] * 11 + [0.0],
+                ledger=ledger,
+            )
+        assert ledger.epsilon(1e-5).epsilon == 0
+
+    def test_a_noise_of_unknown_making_is_refused(self):
+        """Its cost is not analysed, and `train` relies on the key living in its state."""
+
+        class Silent:
+            num_bands = 1
+
+            def privatizer(self, stddev, key):
+                return GaussianNoise().privatizer(0.0, key)
+
+        with pytest.raises(TypeError, match="noise must be GaussianNoise or BandedNoise"):
+            tools.mechanism(noise=Silent())
