@@ -293,7 +293,7 @@ def calibrate(
     adjacency: Adjacency,
     accountant: Accountant | None = None,
     orders: Sequence[float] | None = None,
-    tolerance: float = 1e-3,
+    tolerance: float = 5e-3,
 ) -> float:
     """The smallest noise multiplier, up to `tolerance`, that keeps ε at or below the target.
 

@@ -137,7 +137,13 @@ class Mechanism:
             orders=template.orders,
         )
         mechanism = dataclasses.replace(template, noise_multiplier=noise_multiplier)
-        reached = mechanism.epsilon(delta)
+        reached = accounting.epsilon(
+            mechanism.event,
+            delta,
+            adjacency=mechanism.adjacency,
+            accountant=mechanism.accountant,
+            orders=mechanism.orders,
+        ).epsilon
         if reached > epsilon:
             raise AssertionError(f"calibration overshot: {reached} > {epsilon}; please report.")
         return mechanism

@@ -94,7 +94,7 @@ class TrainStep:
     """The pure functions of one training step; a value, so that equal steps compile once.
 
     For a loop of your own: `state = step.init(params, key)`, then
-    `state, info = step(state, batch, is_padding, public, alpha=..., key=...)` for each batch that
+    `state, info = step(state, batch, is_padding, public, alpha=..., keys=...)` for each batch that
     `mechanism.batches` draws. `train` does this, many steps per compiled call.
 
     Args:
@@ -165,7 +165,12 @@ class TrainStep:
         keys: jax.Array | None = None,
         public_key: jax.Array | None = None,
     ) -> tuple[TrainState, StepInfo]:
-        """One whole step on one padded batch."""
+        """One whole step on one padded batch; without public rows α must be left at 1."""
+        if public is None and not (isinstance(alpha, int | float) and alpha == 1):
+            raise ValueError(
+                f"alpha={alpha!r} mixes in a public gradient, but no public rows came. Pass "
+                "public=arrays, or leave alpha at 1 for DP-SGD."
+            )
         clipped_sum, unprivatized = self.private_sum(state.params, batch, is_padding, keys)
         return self.finish(state, clipped_sum, unprivatized, public, alpha, public_key)
 

@@ -103,7 +103,7 @@ class UniformAverage:
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialAverage:
-    """average ← decay · average + (1 − decay) · θ, without the weight of θ_0.
+    """average ← decay · average + (1 − decay) · θ, starting from θ_0.
 
     Early on the decay is capped at t / (t + 9), so that the start point is soon forgotten.
 
