@@ -45,7 +45,8 @@ def typical_norm(loss, params, batch) -> float:
     return float(np.median(np.sqrt(squares)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Flax's LSTM starts from a float32 state whatever its parameters are.
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "flax_lstm"])
 def test_equals_explicit_gradients_in_float64(name):
     loss, params, batch = MODELS[name]()
     with jax.enable_x64(True):
@@ -59,7 +60,7 @@ def test_equals_explicit_gradients_in_float64(name):
         )
 
 
-@pytest.mark.parametrize("name", ["cifar10_cnn", "wikitext2_lstm", "transformer_block", "mlp"])
+@pytest.mark.parametrize("name", ["cifar10_cnn", "transformer_block", "flax_lstm", "mlp"])
 def test_equals_explicit_gradients_in_float32(name):
     loss, params, batch = MODELS[name]()
     params, batch = cast(params, np.float32), cast(batch, np.float32)
@@ -83,12 +84,16 @@ def test_a_wrong_norm_would_be_noticed():
     assert relative_error(sum(parts), wanted) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["transformer_block", "wikitext2_lstm"])
-def test_microbatches_change_nothing(name):
-    loss, params, batch = MODELS[name]()
+def test_microbatches_change_nothing():
+    loss, params, batch = MODELS["stackoverflow_lstm"]()
     params, batch = cast(params, np.float32), cast(batch, np.float32)
-    (whole, _), _ = both(loss, params, batch, clip=0.5)
-    (parts, _), _ = both(loss, params, batch, clip=0.5, microbatch_size=2)
+    is_padding = jnp.zeros(len(batch), bool)
+    whole, parts = (
+        jax.jit(ghost.clipped_grad(loss, l2_clip_norm=0.5, microbatch_size=size).__call__)(
+            params, batch, is_padding
+        )
+        for size in (None, 2)
+    )
     assert relative_error(parts, whole) < 1e-6
 
 

@@ -1,0 +1,799 @@
+"""The command line: `mirrordp account | calibrate | demo | fit | predict`.
+
+With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
+standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
+came and what to do.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mirrordp
+from mirrordp import accounting, tabular
+from mirrordp.accounting import Accountant, Adjacency, DpEvent
+from mirrordp.report import NOT_FOR_RELEASE, upwards
+from mirrordp.tables import TASKS
+
+DEFAULT_FOLDER = "mirrordp-demo"
+SAMPLINGS = ("poisson", "fixed", "full")
+ORDERS = {"default": None, "coarse": accounting.COARSE_ORDERS}
+
+# Beyond these nothing is protected, and computing by how much would take minutes or all memory.
+_LEAST_NOISE = 0.01
+_MOST_STEPS = 10**7
+_LARGEST_TARGET = 1000.0
+_LARGEST_FOR_PLD = 1e5
+
+
+class UsageError(Exception):
+    """Bad input; the message is one sentence for standard error."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that an error is one sentence and no usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{_rephrased(message)}; see '{self.prog} --help'.")
+
+
+def _rephrased(message: str) -> str:
+    """argparse's own messages in the form: expected, came."""
+    missing = "the following arguments are required: "
+    if message.startswith(missing):
+        return f"expected {message.removeprefix(missing)}, got nothing for it"
+    if (choice := re.search(r"invalid choice: ('.*?') \(choose from (.*)\)$", message)) is not None:
+        return f"expected a command ({choice[2].replace(chr(39), '')}), got {choice[1]}"
+    if message.endswith("expected one argument"):
+        message = message.replace("expected one argument", "expected a value, got none")
+    return message.removeprefix("argument ")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        parser = _parser()
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise UsageError(
+                f"expected only known options, got {' '.join(unknown)}; see "
+                f"'{arguments.prog} --help'."
+            )
+        with _quiet_accountant(), _one_line_warnings():
+            return arguments.run(arguments)
+    except UsageError as error:
+        print(f"mirrordp: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mirrordp: interrupted.", file=sys.stderr)
+        return 130
+
+
+@contextlib.contextmanager
+def _quiet_accountant() -> Iterator[None]:
+    """Hides dp-accounting's notes on Rényi orders it leaves out: leaving one out is safe."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Shows each library warning once, as `mirrordp: warning: ...`, without source code."""
+    shown: set[str] = set()
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        del category, filename, lineno, file, line
+        if (text := f"mirrordp: warning: {message}") not in shown:
+            shown.add(text)
+            print(text, file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mirrordp",
+        allow_abbrev=False,
+        description="Differentially private training with the help of a little public data.",
+        epilog="example: mirrordp account --noise-multiplier 1.51 --num-examples 48000 "
+        "--batch-size 500 --steps 9600 --delta 1e-5",
+    )
+    parser.add_argument("--version", action="version", version=f"mirrordp {mirrordp.__version__}")
+    parser.set_defaults(run=_no_command, prog=parser.prog)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+
+    account = _command(
+        commands,
+        "account",
+        _account,
+        "epsilon of a mechanism",
+        "example: mirrordp account --noise-multiplier 1.51 --num-examples 48000 --batch-size 500 "
+        "--steps 9600 --delta 1e-5",
+    )
+    account.add_argument(
+        "--noise-multiplier",
+        type=_positive,
+        required=True,
+        metavar="S",
+        help="standard deviation of the noise over the clip norm",
+    )
+    _add_mechanism_options(account)
+
+    calibrate = _command(
+        commands,
+        "calibrate",
+        _calibrate,
+        "the least noise for a given epsilon",
+        "example: mirrordp calibrate --epsilon 3 --num-examples 48000 --batch-size 500 "
+        "--steps 9600 --delta 1e-5",
+    )
+    calibrate.add_argument(
+        "--epsilon", type=_positive, required=True, metavar="E", help="the epsilon not to exceed"
+    )
+    _add_mechanism_options(calibrate)
+
+    demo = _command(
+        commands,
+        "demo",
+        _demo,
+        "train three ways on generated data and compare",
+        f"example: mirrordp demo --out {DEFAULT_FOLDER}",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path(DEFAULT_FOLDER),
+        metavar="DIR",
+        help="folder for report.json, privacy_card.md and results.png (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="of data, sampling and noise (default: %(default)s)",
+    )
+    demo.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_table_commands(commands)
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=example,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, prog=parser.prog)
+    return parser
+
+
+def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-examples", type=_positive_integer, metavar="N", help="private records"
+    )
+    parser.add_argument(
+        "--batch-size", type=_positive_integer, metavar="B", help="(expected) records per step"
+    )
+    parser.add_argument(
+        "--sampling-prob",
+        type=_probability,
+        metavar="Q",
+        help="probability of a record to join a step, instead of N and B",
+    )
+    parser.add_argument(
+        "--steps", type=_positive_integer, required=True, metavar="T", help="training steps"
+    )
+    parser.add_argument(
+        "--delta", type=_open_unit_interval, required=True, metavar="D", help="delta, below 1/N"
+    )
+    parser.add_argument(
+        "--accountant",
+        type=_one_of("pld", "rdp"),
+        metavar="{pld,rdp}",
+        help="default: pld where it can analyse the mechanism, else rdp",
+    )
+    parser.add_argument(
+        "--orders",
+        type=_one_of(*ORDERS),
+        metavar="{default,coarse}",
+        help="Renyi orders, for --accountant rdp; coarse is the grid behind the paper's 8.32",
+    )
+    parser.add_argument(
+        "--sampling",
+        type=_one_of(*SAMPLINGS),
+        default="poisson",
+        metavar="{poisson,fixed,full}",
+        help="how batches are drawn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--adjacency",
+        type=_one_of(*(kind.value for kind in Adjacency)),
+        default=Adjacency.ZERO_OUT.value,
+        metavar="{add-remove,replace,zero-out}",
+        help="which data sets are neighbours (default: %(default)s, where N is public)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _no_command(arguments: argparse.Namespace) -> int:
+    del arguments
+    raise UsageError(
+        "expected a command (account, calibrate, demo, fit or predict), got none; see "
+        "'mirrordp --help'."
+    )
+
+
+# Types of arguments. Each says what it expected and what came; the parser adds what to do.
+
+
+def _float(text: str, expected: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _expected(expected, text) from None
+
+
+def _expected(expected: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+
+def _positive(text: str) -> float:
+    expected = "a positive finite number"
+    value = _float(text, expected)
+    if not (math.isfinite(value) and value > 0):
+        raise _expected(expected, text)
+    return value
+
+
+def _positive_integer(text: str) -> int:
+    expected = "a positive integer"
+    value = _float(text, expected)
+    if not (math.isfinite(value) and value >= 1 and value == int(value)):
+        raise _expected(expected, text)
+    return int(text) if text.isdecimal() else int(value)
+
+
+def _probability(text: str) -> float:
+    expected = "a probability above 0 and at most 1"
+    value = _float(text, expected)
+    if not 0 < value <= 1:
+        raise _expected(expected, text)
+    return value
+
+
+def _open_unit_interval(text: str) -> float:
+    expected = "a number between 0 and 1, both excluded"
+    value = _float(text, expected)
+    if not 0 < value < 1:
+        raise _expected(expected, text)
+    return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise _expected("a non-negative integer", text)
+    return int(text)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in choices:
+            raise _expected(f"one of {', '.join(choices)}", text)
+        return text
+
+    return check
+
+
+# account and calibrate.
+
+
+def _account(arguments: argparse.Namespace) -> int:
+    make_event, sampling_prob = _mechanism(arguments)
+    if arguments.noise_multiplier < _LEAST_NOISE:
+        raise UsageError(
+            f"expected --noise-multiplier of at least {_LEAST_NOISE}, got "
+            f"{arguments.noise_multiplier:g}, which protects nothing; use more noise."
+        )
+    _print_guarantee(arguments, make_event, arguments.noise_multiplier, sampling_prob)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    make_event, sampling_prob = _mechanism(arguments)
+    if arguments.epsilon > _LARGEST_TARGET:
+        raise UsageError(
+            f"expected --epsilon of at most {_LARGEST_TARGET:g}, got {arguments.epsilon:g}, which "
+            "protects nothing; choose a smaller one."
+        )
+    noise_multiplier = _advised(
+        arguments,
+        lambda: accounting.calibrate(
+            make_event,
+            epsilon_target=arguments.epsilon,
+            delta=arguments.delta,
+            adjacency=Adjacency(arguments.adjacency),
+            accountant=_accountant(arguments),
+            orders=_orders(arguments),
+        ),
+    )
+    _print_guarantee(
+        arguments, make_event, noise_multiplier, sampling_prob, epsilon_target=arguments.epsilon
+    )
+    return 0
+
+
+def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent], float]:
+    """The event as a function of the noise multiplier, and q; refuses what does not fit."""
+    n, batch, q = arguments.num_examples, arguments.batch_size, arguments.sampling_prob
+    steps = arguments.steps
+    if steps > _MOST_STEPS:
+        raise UsageError(f"expected --steps of at most {_MOST_STEPS}, got {steps}; take fewer.")
+    if q is not None and batch is not None:
+        raise UsageError(
+            "expected either --sampling-prob or --num-examples with --batch-size, got both; "
+            "leave one out."
+        )
+    if n is not None and batch is not None and batch > n:
+        raise UsageError(
+            f"expected --batch-size of at most --num-examples ({n}), got {batch}; choose a smaller "
+            "batch."
+        )
+    if n is not None and arguments.delta > 1 / n:
+        warnings.warn(
+            f"delta={arguments.delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a "
+            "random record would qualify; choose a delta well below 1/n.",
+            stacklevel=1,
+        )
+    adjacency = Adjacency(arguments.adjacency)
+    if arguments.sampling == "full":
+        if (q is not None and q != 1) or (batch is not None and batch != n):
+            came = f"--sampling-prob {q:g}" if q is not None else f"--batch-size {batch}"
+            raise UsageError(
+                f"expected every record in every batch with --sampling full, got {came}; leave it "
+                "out, or use --sampling poisson."
+            )
+        return lambda sigma: accounting.full_batch_event(sigma, num_steps=steps), 1.0
+    if arguments.sampling == "fixed":
+        if n is None or batch is None:
+            raise UsageError(
+                "expected --num-examples and --batch-size with --sampling fixed, got "
+                f"{_given(arguments)}; give both."
+            )
+        if adjacency is not Adjacency.REPLACE:
+            raise UsageError(
+                "expected --adjacency replace with --sampling fixed, got "
+                f"{adjacency.value}, for which there is no analysis; use --adjacency replace or "
+                "--sampling poisson, which costs less."
+            )
+        return (
+            lambda sigma: accounting.fixed_size_event(
+                sigma, num_examples=n, batch_size=batch, num_steps=steps
+            ),
+            batch / n,
+        )
+    if q is None:
+        if n is None or batch is None:
+            raise UsageError(
+                "expected --num-examples with --batch-size, or --sampling-prob, got "
+                f"{_given(arguments)}; give one of the two."
+            )
+        q = batch / n
+    return lambda sigma: accounting.poisson_event(sigma, sampling_prob=q, num_steps=steps), q
+
+
+def _given(arguments: argparse.Namespace) -> str:
+    names = ("num_examples", "batch_size", "sampling_prob")
+    given = [
+        f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None
+    ]
+    return " and ".join(given) or "neither"
+
+
+def _accountant(arguments: argparse.Namespace) -> Accountant | None:
+    return None if arguments.accountant is None else Accountant(arguments.accountant)
+
+
+def _affordable_accountant(arguments: argparse.Namespace, event: DpEvent) -> Accountant | None:
+    """The accountant asked for, or RDP where a PLD would not fit into memory."""
+    if arguments.accountant == "rdp":
+        return Accountant.RDP
+    try:
+        bound = accounting.epsilon(
+            event,
+            arguments.delta,
+            adjacency=Adjacency(arguments.adjacency),
+            accountant=Accountant.RDP,
+            orders=tuple(range(2, 64)),
+        )
+    except accounting.UnsupportedError:
+        return _accountant(arguments)
+    if bound.epsilon < _LARGEST_FOR_PLD or arguments.sampling == "full":
+        return _accountant(arguments)
+    if arguments.accountant == "pld":
+        raise UsageError(
+            "expected enough noise for the PLD accountant, got a mechanism that protects next to "
+            "nothing; use --accountant rdp or more noise."
+        )
+    return Accountant.RDP
+
+
+def _orders(arguments: argparse.Namespace) -> tuple[float, ...] | None:
+    if arguments.orders is not None and arguments.accountant != "rdp":
+        raise UsageError(
+            "expected --accountant rdp with --orders, got "
+            f"{'--accountant pld' if arguments.accountant else 'no --accountant'}; add "
+            "--accountant rdp or leave --orders out."
+        )
+    return ORDERS[arguments.orders or "default"]
+
+
+def _advised(arguments: argparse.Namespace, compute: Callable[[], Any]) -> Any:
+    """Turns a refusal of the library into one sentence."""
+    try:
+        return compute()
+    except accounting.UnsupportedError as error:
+        if arguments.accountant is None:
+            raise UsageError(_sentence(error)) from None
+        other = "rdp" if arguments.accountant == "pld" else "pld"
+        raise UsageError(
+            f"expected an accountant for {arguments.sampling} sampling under "
+            f"{arguments.adjacency} adjacency, got --accountant {arguments.accountant}; use "
+            f"--accountant {other} or leave it out."
+        ) from None
+    except (ValueError, OverflowError) as error:
+        raise UsageError(_sentence(error)) from None
+    except MemoryError:
+        raise UsageError(
+            "expected a mechanism whose privacy loss fits in memory, got too little noise for so "
+            "many steps; use more noise, or --accountant rdp."
+        ) from None
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).strip().rstrip(".").replace(". ", "; ") + "."
+
+
+def _print_guarantee(
+    arguments: argparse.Namespace,
+    make_event: Callable[[float], DpEvent],
+    noise_multiplier: float,
+    sampling_prob: float,
+    epsilon_target: float | None = None,
+) -> None:
+    adjacency = Adjacency(arguments.adjacency)
+    event = make_event(noise_multiplier)
+    found = _advised(
+        arguments,
+        lambda: accounting.epsilon(
+            event,
+            arguments.delta,
+            adjacency=adjacency,
+            accountant=_affordable_accountant(arguments, event),
+            orders=_orders(arguments),
+        ),
+    )
+    if not math.isfinite(found.epsilon):
+        raise UsageError(
+            f"expected enough noise for a finite epsilon, got --noise-multiplier "
+            f"{noise_multiplier:g} over {arguments.steps} steps; use more noise or fewer steps."
+        )
+    result = {
+        "epsilon": found.epsilon,
+        "delta": arguments.delta,
+        "noise_multiplier": noise_multiplier,
+        "adjacency": adjacency.value,
+        "unit": "example",
+        "sampling": arguments.sampling,
+        "sampling_prob": sampling_prob,
+        "num_examples": arguments.num_examples,
+        "batch_size": arguments.batch_size,
+        "steps": arguments.steps,
+        "accountant": found.accountant.value,
+        "method": found.method,
+        "num_examples_is_public": adjacency.num_examples_is_public,
+        "tuning": "not charged",
+    }
+    if epsilon_target is not None:
+        result["epsilon_target"] = epsilon_target
+    if arguments.json:
+        print(json.dumps(result, allow_nan=False))
+        return
+    kept = "counts as public" if adjacency.num_examples_is_public else "is secret"
+    rows = [
+        ("epsilon", f"{upwards(found.epsilon, 6)} at delta {arguments.delta:g}"),
+        (
+            "noise",
+            f"{noise_multiplier:.6g} times the clip norm, in each of {arguments.steps} steps",
+        ),
+        ("sampling", f"{arguments.sampling}, probability {sampling_prob:.6g}"),
+        ("adjacency", f"{adjacency.value}; the number of records {kept}"),
+        ("unit", "one example; for user-level privacy let one record be one user"),
+        ("accountant", found.method),
+        ("tuning", "not charged: this is the cost of one run"),
+    ]
+    for name, value in rows:
+        print(f"{name:<12}{value}")
+
+
+# demo.
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    folder = _writable(arguments.out)
+    # Training needs the whole library; account and calibrate do not.
+    from mirrordp import demo
+
+    settings = demo.Settings()
+    print(
+        f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
+        f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
+        file=sys.stderr,
+    )
+    result = demo.run_demo(folder, seed=arguments.seed, settings=settings)
+    report = result.report
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "epsilon": report.epsilon,
+                    "delta": report.delta,
+                    "noise_multiplier": report.noise_multiplier,
+                    "adjacency": report.adjacency.value,
+                    "unit": report.unit,
+                    "sampling": report.sampling,
+                    "steps": report.charged_steps,
+                    "accountant": report.accountant,
+                    "method": report.accountant_method,
+                    "tuning": report.tuning,
+                    "seed": report.seed,
+                    "randomness": NOT_FOR_RELEASE,
+                    **report.results,
+                    "out": str(folder),
+                    "seconds": round(result.seconds, 1),
+                },
+                allow_nan=False,
+            )
+        )
+        return 0
+    together = report.results["epsilon_of_all_methods_on_the_same_rows"]
+    print(result.table)
+    print()
+    print(
+        f"Each model: epsilon {upwards(report.epsilon)}, delta {report.delta:g}, "
+        f"{report.adjacency.value} adjacency, {report.sampling} sampling, "
+        f"{report.accountant.upper()} accountant. All {len(demo.METHODS)} models of the same rows "
+        f"together: epsilon {upwards(together)}."
+    )
+    print(f"Tuning: {demo.TUNING}.")
+    print(f"Wrote report.json, privacy_card.md and results.png to {folder}/")
+    print(f"Took {result.seconds:.0f} s.")
+    return 0
+
+
+# fit and predict.
+
+
+def _add_table_commands(commands: Any) -> None:
+    fit = _command(
+        commands,
+        "fit",
+        _fit,
+        "a linear model of a private table, with the help of a public one",
+        "example: mirrordp fit --private a.csv --public b.csv --target y --task regression "
+        "--epsilon 1 --delta 1e-5 --out model",
+    )
+    table = "CSV or Parquet"
+    for name, summary in (
+        ("--private", f"{table}; every row is protected"),
+        ("--public", f"{table} with the same columns; types, categories and scales come from it"),
+    ):
+        fit.add_argument(name, type=Path, required=True, metavar="FILE", help=summary)
+    fit.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
+    fit.add_argument(
+        "--task",
+        type=_one_of(*TASKS),
+        required=True,
+        metavar=f"{{{','.join(TASKS)}}}",
+        help="what the target is: a number, a class, or a count",
+    )
+    fit.add_argument("--epsilon", type=_positive, required=True, metavar="E", help="the budget")
+    fit.add_argument(
+        "--delta",
+        type=_open_unit_interval,
+        default=1e-5,
+        metavar="D",
+        help="delta, below one over the number of private rows (default: %(default)s)",
+    )
+    fit.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new folder for model.json, report.json and privacy_card.md",
+    )
+    for name, summary in (
+        ("--categorical", "its numbers are codes of categories; may be repeated"),
+        ("--ignore", "leave it out, as for an identifier; may be repeated"),
+    ):
+        fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
+    fit.add_argument(
+        "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
+    )
+    fit.add_argument("--json", action="store_true", help="print one JSON object")
+
+    predict = _command(
+        commands,
+        "predict",
+        _predict,
+        "predictions of a fitted model for a table",
+        "example: mirrordp predict --model model --input c.csv --output d.csv",
+    )
+    for name, metavar, summary in (
+        ("--model", "DIR", "the folder that fit made"),
+        ("--input", "FILE", table),
+        ("--output", "FILE", "Parquet where the name ends in .parquet, else CSV"),
+    ):
+        predict.add_argument(name, type=Path, required=True, metavar=metavar, help=summary)
+    predict.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="copy this column of the input into the output; may be repeated",
+    )
+    predict.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    if arguments.epsilon > _LARGEST_TARGET:
+        raise UsageError(
+            f"expected --epsilon of at most {_LARGEST_TARGET:g}, got {arguments.epsilon:g}, which "
+            "protects nothing; choose a smaller one."
+        )
+    began = time.perf_counter()
+    with _table_errors():
+        tabular.check_new_folder(arguments.out)
+        fitted = tabular.fit_files(
+            arguments.private,
+            arguments.public,
+            target=arguments.target,
+            task=arguments.task,
+            epsilon=arguments.epsilon,
+            delta=arguments.delta,
+            seed=arguments.seed,
+            categorical=arguments.categorical,
+            ignore=arguments.ignore,
+            stage=_patiently,
+        )
+        fitted.write(arguments.out)
+    report, model, seconds = fitted.report, fitted.model, time.perf_counter() - began
+    if arguments.json:
+        result = {
+            "epsilon": report.epsilon,
+            "delta": report.delta,
+            "adjacency": report.adjacency.value,
+            "unit": report.unit,
+            "steps": report.charged_steps,
+            "accountant": report.accountant,
+            "tuning": report.tuning,
+            "task": model.task,
+            "target": arguments.target,
+            "features": list(model.encoding.features),
+            "left_out": dict(fitted.left_out),
+            "out": str(arguments.out),
+            "seconds": round(seconds, 1),
+        }
+        if report.seed is not None:
+            result |= {"seed": report.seed, "randomness": NOT_FOR_RELEASE}
+        print(json.dumps(result, allow_nan=False))
+        return 0
+    print(
+        f"Fitted {model.task} of {arguments.target!r} on {len(model.encoding.columns)} columns, "
+        f"{len(model.encoding.features)} features, in {report.charged_steps} noisy steps."
+    )
+    for name, reason in fitted.left_out.items():
+        print(f"Left out: {name!r}, {reason}.")
+    if report.charged_steps == 0:
+        print(
+            "At this epsilon private rows would bring more noise than knowledge: this is the model "
+            "of the public rows alone."
+        )
+    print(
+        f"Privacy: epsilon {upwards(report.epsilon)}, delta {report.delta:g} for every private "
+        "row; the number of rows counts as public."
+    )
+    if report.seed is not None:
+        print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
+    print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
+    print(f"Took {seconds:.0f} s.")
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    with _table_errors():
+        model = tabular.TableModel.load(arguments.model)
+        rows = tabular.predict_file(
+            model, arguments.input, arguments.output, keep=arguments.keep, stage=_patiently
+        )
+    if arguments.json:
+        print(json.dumps({"rows": rows, "output": str(arguments.output)}))
+    else:
+        print(f"Wrote {rows} predictions to {arguments.output}")
+    return 0
+
+
+@contextlib.contextmanager
+def _table_errors() -> Iterator[None]:
+    """Turns what can be wrong with tables into one sentence."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UsageError(_sentence(error)) from None
+    except OSError as error:
+        raise UsageError(
+            f"expected files that can be read and written, got {str(error.filename)!r} "
+            f"({error.strerror}); choose another."
+        ) from None
+    except MemoryError:
+        raise UsageError(
+            "expected tables that fit in memory, got too large a one; use fewer rows or columns."
+        ) from None
+
+
+@contextlib.contextmanager
+def _patiently(doing: str) -> Iterator[None]:
+    """Says on standard error what is going on where it takes more than two seconds."""
+    timer = threading.Timer(
+        2.0, lambda: print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _writable(folder: Path) -> Path:
+    """Makes the folder before the work begins, rather than failing after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".mirrordp-writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"expected --out to be a folder that can be written, got {str(folder)!r} "
+            f"({error.strerror}); choose another."
+        ) from None
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import mirrordp
+from mirrordp import cli, demo
+from mirrordp.accounting import Adjacency, full_batch_event
+from mirrordp.accounting import epsilon as exact_epsilon
+from tests.test_demo import TINY
+
+CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]
+SMALL = ["--sampling-prob", "0.01", "--steps", "100", "--delta", "1e-5"]
+ACCOUNT = ["account", "--noise-multiplier", "1.5"]
+
+
+def run_json(capsys, *arguments):
+    assert cli.main([*arguments, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+# Field notes, section 1: noise multiplier, n, batch, steps, delta, RDP, PLD.
+PAPER = [
+    (1.51, 48_000, 500, 9_600, 1e-5, 3.508, 3.230),
+    (20.0, 48_000, 500, 9_600, 1e-5, 0.185, 0.164),
+    (0.41, 670_014, 500, 67_001, 1e-6, None, 23.06),
+    (1.89, 670_014, 500, 67_001, 1e-6, 0.478, 0.443),
+    (0.5, 46_813, 250, 3_745, 1e-5, 15.72, 13.76),
+    (1.08, 46_813, 250, 3_745, 1e-5, 1.712, 1.550),
+    (0.83, 48_764, 250, 3_901, 1e-5, 3.026, 2.632),
+    (1.49, 48_764, 250, 3_901, 1e-5, 1.006, 0.916),
+    (0.4, 342_477, 100, 1_600, 1e-6, 7.513, 6.052),
+]
+
+
+@pytest.mark.parametrize(("sigma", "n", "batch", "steps", "delta", "rdp", "pld"), PAPER)
+def test_account_gives_the_columns_of_the_paper(capsys, sigma, n, batch, steps, delta, rdp, pld):
+    options = [
+        *("account", "--noise-multiplier", str(sigma), "--num-examples", str(n)),
+        *("--batch-size", str(batch), "--steps", str(steps), "--delta", str(delta)),
+        *("--adjacency", "add-remove"),
+    ]
+    assert run_json(capsys, *options)["epsilon"] == pytest.approx(pld, abs=0.01)
+    found = run_json(capsys, *options, "--accountant", "rdp")["epsilon"]
+    if rdp is None:
+        assert 25.87 < found < 25.94
+    else:
+        assert found == pytest.approx(rdp, abs=0.01)
+
+
+def test_coarse_orders_give_the_quoted_value(capsys):
+    found = run_json(
+        capsys,
+        *("account", "--noise-multiplier", "0.4", "--num-examples", "342477"),
+        *("--batch-size", "100", "--steps", "1600", "--delta", "1e-6"),
+        *("--accountant", "rdp", "--orders", "coarse"),
+    )
+    assert found["epsilon"] == pytest.approx(8.3208, abs=1e-3)
+
+
+def test_json_names_everything(capsys):
+    found = run_json(capsys, *ACCOUNT, *CIFAR)
+    assert list(found)[:3] == ["epsilon", "delta", "noise_multiplier"]
+    expected = {
+        "delta": 1e-5,
+        "noise_multiplier": 1.5,
+        "adjacency": "zero-out",
+        "unit": "example",
+        "sampling": "poisson",
+        "num_examples": 48_000,
+        "batch_size": 500,
+        "steps": 9_600,
+        "accountant": "pld",
+        "num_examples_is_public": True,
+        "tuning": "not charged",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert found["sampling_prob"] == pytest.approx(500 / 48_000)
+
+
+@pytest.mark.parametrize("adjacency", [kind.value for kind in Adjacency])
+@pytest.mark.parametrize("given", [["--sampling", "full"], ["--sampling-prob", "1"]])
+def test_full_batch_is_the_closed_form(capsys, adjacency, given):
+    found = run_json(
+        capsys,
+        *("account", "--noise-multiplier", "20", "--steps", "30", "--delta", "1e-5"),
+        *("--adjacency", adjacency, *given),
+    )
+    expected = exact_epsilon(
+        full_batch_event(20.0, num_steps=30), 1e-5, adjacency=Adjacency(adjacency)
+    )
+    assert found["epsilon"] == expected.epsilon
+    assert found["accountant"] == "pld"
+
+
+def test_fixed_size_falls_back_to_rdp_and_says_so(capsys):
+    found = run_json(
+        capsys,
+        *("account", "--noise-multiplier", "1.51", *CIFAR),
+        *("--sampling", "fixed", "--adjacency", "replace"),
+    )
+    assert found["accountant"] == "rdp"
+    assert found["epsilon"] == pytest.approx(22.16, abs=0.01)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_calibrate_stays_below_the_target(capsys, accountant):
+    found = run_json(capsys, "calibrate", "--epsilon", "3", *CIFAR, "--accountant", accountant)
+    assert 2.97 <= found["epsilon"] <= 3.0
+    again = run_json(
+        capsys,
+        *("account", "--noise-multiplier", repr(found["noise_multiplier"]), *CIFAR),
+        *("--accountant", accountant),
+    )
+    assert again["epsilon"] == found["epsilon"]
+
+
+def test_text_output(capsys):
+    assert cli.main([*ACCOUNT, *SMALL]) == 0
+    captured = capsys.readouterr()
+    for words in ("epsilon", "delta 1e-05", "zero-out", "poisson", "PLD", "not charged"):
+        assert words in captured.out
+    assert captured.err == ""
+
+
+def test_large_delta_warns_on_standard_error_only(capsys):
+    options = ["--num-examples", "100", "--batch-size", "10", "--steps", "10", "--delta", "0.1"]
+    assert cli.main([*ACCOUNT, *options, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["delta"] == 0.1
+    assert captured.err.startswith("mirrordp: warning: delta=0.1 is above 1/n = 0.01")
+    assert captured.err.count("\n") == 1
+
+
+def test_dropped_orders_are_not_reported(capsys, caplog):
+    with caplog.at_level(logging.WARNING):
+        options = ["--sampling-prob", "0.9", "--steps", "10", "--delta", "1e-5"]
+        run_json(capsys, "account", "--noise-multiplier", "0.3", *options, "--accountant", "rdp")
+    assert not [record for record in caplog.records if record.name == "absl"]
+
+
+BAD = {
+    "no command": ([], "expected a command"),
+    "unknown command": (["train"], "got 'train'"),
+    "unknown option": ([*ACCOUNT, *SMALL, "--frobnicate", "3"], "got --frobnicate 3"),
+    "abbreviated option": ([*ACCOUNT, *SMALL, "--acc", "rdp"], "got --acc rdp"),
+    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "expected --steps"),
+    "missing value": (["account", "--noise-multiplier"], "expected a value, got none"),
+    "not a number": ([*ACCOUNT, *SMALL[:2], "--steps", "many"], "got 'many'"),
+    "fractional steps": ([*ACCOUNT, *SMALL[:2], "--steps", "1.5"], "positive integer, got '1.5'"),
+    "too many steps": (
+        [*ACCOUNT, *SMALL[:2], "--steps", "1e12", "--delta", "1e-5"],
+        "expected --steps of at most",
+    ),
+    "no noise": (["account", "--noise-multiplier", "0", *SMALL], "positive finite number"),
+    "NaN noise": (["account", "--noise-multiplier", "nan", *SMALL], "got 'nan'"),
+    "hardly any noise": (["account", "--noise-multiplier", "1e-9", *SMALL], "got 1e-09"),
+    "epsilon zero": (["calibrate", "--epsilon", "0", *SMALL], "got '0'"),
+    "epsilon negative": (["calibrate", "--epsilon", "-1", *SMALL], "got '-1'"),
+    "epsilon NaN": (["calibrate", "--epsilon", "nan", *SMALL], "got 'nan'"),
+    "epsilon infinite": (["calibrate", "--epsilon", "inf", *SMALL], "got 'inf'"),
+    "epsilon huge": (["calibrate", "--epsilon", "1e6", *SMALL], "at most 1000"),
+    "delta zero": ([*ACCOUNT, *SMALL[:4], "--delta", "0"], "got '0'"),
+    "delta one": ([*ACCOUNT, *SMALL[:4], "--delta", "1"], "between 0 and 1"),
+    "delta NaN": ([*ACCOUNT, *SMALL[:4], "--delta", "nan"], "between 0 and 1"),
+    "probability": ([*ACCOUNT, "--sampling-prob", "1.5", *SMALL[2:]], "at most 1, got '1.5'"),
+    "no sampling": ([*ACCOUNT, *SMALL[2:]], "got neither"),
+    "half of the sampling": (
+        [*ACCOUNT, *SMALL[2:], "--num-examples", "9000"],
+        "got --num-examples",
+    ),
+    "both samplings": ([*ACCOUNT, *CIFAR, "--sampling-prob", "0.1"], "got both"),
+    "large batch": (
+        [*ACCOUNT, "--num-examples", "10", "--batch-size", "20", *SMALL[2:]],
+        "expected --batch-size of at most --num-examples (10), got 20",
+    ),
+    "orders without rdp": ([*ACCOUNT, *SMALL, "--orders", "coarse"], "got no --accountant"),
+    "orders with pld": (
+        [*ACCOUNT, *SMALL, "--orders", "coarse", "--accountant", "pld"],
+        "got --accountant pld",
+    ),
+    "unknown accountant": ([*ACCOUNT, *SMALL, "--accountant", "gdp"], "one of pld, rdp"),
+    "unknown adjacency": ([*ACCOUNT, *SMALL, "--adjacency", "edit"], "got 'edit'"),
+    "fixed without n": (
+        [*ACCOUNT, *SMALL, "--sampling", "fixed", "--adjacency", "replace"],
+        "got --sampling-prob",
+    ),
+    "fixed with zero-out": ([*ACCOUNT, *CIFAR, "--sampling", "fixed"], "--adjacency replace"),
+    "fixed with pld": (
+        [*ACCOUNT, *CIFAR, "--sampling", "fixed", "--adjacency", "replace", "--accountant", "pld"],
+        "use --accountant rdp",
+    ),
+    "rdp with Poisson and replace": (
+        [*ACCOUNT, *SMALL, "--adjacency", "replace", "--accountant", "rdp"],
+        "use --accountant pld",
+    ),
+    "full with a batch": ([*ACCOUNT, *CIFAR, "--sampling", "full"], "got --batch-size 500"),
+    "full with q": ([*ACCOUNT, *SMALL, "--sampling", "full"], "got --sampling-prob 0.01"),
+    "seed": (["demo", "--seed", "-1"], "non-negative integer, got '-1'"),
+    "folder": (["demo", "--out", "/dev/null/folder"], "choose another"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, words):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mirrordp: error: ")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith(".\n")
+    assert "Traceback" not in captured.err
+
+
+def test_too_little_noise_for_pld_is_analysed_with_rdp(capsys):
+    options = ["--sampling-prob", "0.5", "--steps", "100000", "--delta", "1e-5"]
+    noise = ["account", "--noise-multiplier", "0.01"]
+    assert run_json(capsys, *noise, *options)["accountant"] == "rdp"
+    assert cli.main([*noise, *options, "--accountant", "pld"]) == 2
+    assert "use --accountant rdp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["account", "--help"], ["demo", "--help"]])
+def test_help_shows_an_example(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 0
+    assert "example: mirrordp" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"mirrordp {mirrordp.__version__}\n"
+
+
+def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    found = run_json(capsys, "demo", "--out", str(tmp_path / "out"), "--seed", "3")
+    assert found["epsilon"] <= TINY.epsilon
+    assert found["seed"] == 3
+    assert found["randomness"] == "reproducible, not for release"
+    assert set(found["methods"]) == {"cold", "warm", "pda_dpmd"}
+    for method in found["methods"].values():
+        assert method["test_loss_standard_error"] > 0
+
+
+def test_demo_prints_a_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    for words in ("DP-SGD, cold", "DP-SGD, warm", "PDA-DPMD", "<- best", str(tmp_path), "Took"):
+        assert words in captured.out
+    assert "not for release" in captured.err
+
+
+def test_interrupt_has_no_traceback(capsys, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_demo", interrupted)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_installed_command():
+    result = subprocess.run(
+        [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(result.stdout)["accountant"] == "pld"
+    assert result.stderr == ""

@@ -1,0 +1,222 @@
+import dataclasses
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+import mirrordp
+from mirrordp import Accountant, Adjacency, FullBatch, Ledger, Mechanism, PoissonSampling
+from mirrordp.report import (
+    NOT_FOR_RELEASE,
+    Curve,
+    RunReport,
+    comparison_figure,
+    library_versions,
+    write_atomically,
+)
+
+DELTA = 1e-5
+
+
+def make_mechanism(**changes):
+    options = {
+        "sampling": PoissonSampling.for_batch_size(50, num_examples=1_000),
+        "l2_clip_norm": 2.0,
+        "noise_multiplier": 1.5,
+        "num_steps": 20,
+        "accountant": Accountant.RDP,
+    }
+    return Mechanism(**options | changes)
+
+
+def test_report_names_everything_that_epsilon_depends_on():
+    mechanism = make_mechanism()
+    report = json.loads(RunReport.of(mechanism, DELTA).to_json())
+    assert report["epsilon"] == mechanism.epsilon(DELTA)
+    expected = {
+        "delta": DELTA,
+        "adjacency": "zero-out",
+        "unit": "example",
+        "sampling": "Poisson",
+        "sampling_prob": 0.05,
+        "noise_multiplier": 1.5,
+        "l2_clip_norm": 2.0,
+        "divisor": 50.0,
+        "charged_steps": 20,
+        "accountant": "rdp",
+        "num_examples_is_public": True,
+        "num_examples": 1_000,
+        "scope": "this run",
+    }
+    assert {name: report[name] for name in expected} == expected
+    assert report["tuning"].startswith("not charged")
+    assert report["shown_without_protection"] == []
+    assert "RDP" in report["accountant_method"]
+
+
+def test_versions_are_those_installed():
+    versions = library_versions()
+    assert versions["mirrordp"] == mirrordp.__version__
+    assert {"jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy", "python"} <= set(
+        versions
+    )
+
+
+def test_key_order_is_stable_and_values_are_plain():
+    report = RunReport.of(make_mechanism(), DELTA, results={"loss": np.float32(0.5), "n": [1, 2]})
+    assert report.to_json() == report.to_json()
+    assert list(report.to_dict())[:4] == ["title", "epsilon", "delta", "adjacency"]
+    assert list(report.to_dict())[-1] == "results"
+    assert json.loads(report.to_json()) == report.to_dict()
+    assert report.to_dict()["results"] == {"loss": 0.5, "n": [1, 2]}
+
+
+def test_fewer_charged_steps_cost_less():
+    mechanism = make_mechanism()
+    report = RunReport.of(mechanism, DELTA, charged_steps=5)
+    assert report.epsilon == mechanism.epsilon(DELTA, num_steps=5) < mechanism.epsilon(DELTA)
+    assert report.charged_steps == 5
+
+
+def test_operating_system_randomness_is_not_written_down():
+    report = RunReport.of(make_mechanism(), DELTA)
+    assert "seed" not in report.to_dict()
+    assert "operating system" in report.to_dict()["randomness"]
+    assert NOT_FOR_RELEASE not in report.privacy_card()
+
+
+def test_given_seed_is_reported_as_not_for_release():
+    report = RunReport.of(make_mechanism(), DELTA, seed=7)
+    assert report.to_dict()["seed"] == 7
+    assert NOT_FOR_RELEASE in report.to_dict()["randomness"]
+    assert NOT_FOR_RELEASE in report.privacy_card()
+
+
+def test_number_of_examples_stays_out_where_it_is_secret():
+    sampling = PoissonSampling(sampling_prob=0.05, expected_batch_size=50)
+    mechanism = make_mechanism(sampling=sampling, adjacency=Adjacency.ADD_REMOVE)
+    report = RunReport.of(mechanism, DELTA)
+    assert report.num_examples is None
+    assert not report.num_examples_is_public
+    assert "is not revealed either" in report.privacy_card()
+
+
+def test_ledger_covers_everything_charged_to_it():
+    mechanism = make_mechanism()
+    ledger = Ledger(mechanism.adjacency)
+    for _ in range(3):
+        ledger.charge(mechanism.event)
+    report = RunReport.of(mechanism, DELTA, ledger=ledger)
+    assert report.epsilon == ledger.epsilon(DELTA, accountant=Accountant.RDP).epsilon
+    assert report.epsilon > mechanism.epsilon(DELTA)
+    assert "ledger" in report.scope
+
+
+def test_ledger_without_the_run_is_refused():
+    mechanism = make_mechanism()
+    with pytest.raises(ValueError, match="at least this run"):
+        RunReport.of(mechanism, DELTA, ledger=Ledger(mechanism.adjacency))
+
+
+def test_ledger_of_another_adjacency_is_refused():
+    with pytest.raises(ValueError, match="one adjacency"):
+        RunReport.of(make_mechanism(), DELTA, ledger=Ledger(Adjacency.REPLACE))
+
+
+@pytest.mark.parametrize("results", [{"unprivatized_loss": 1.0}, {"a": {"Unprivatized": 1}}])
+def test_unprivatized_results_are_refused(results):
+    with pytest.raises(ValueError, match="not covered"):
+        RunReport.of(make_mechanism(), DELTA, results=results)
+
+
+@pytest.mark.parametrize("value", [object(), np.zeros(3), mirrordp.PrivateData(np.zeros(3))])
+def test_results_that_are_not_plain_are_refused(value):
+    with pytest.raises(TypeError, match=r"results\['x'\]"):
+        RunReport.of(make_mechanism(), DELTA, results={"x": value})
+
+
+def test_one_string_for_a_list_is_refused():
+    with pytest.raises(TypeError, match="list of strings"):
+        RunReport.of(make_mechanism(), DELTA, shown_without_protection="loss")
+
+
+def test_no_noise_means_no_protection():
+    sampling = FullBatch.of(100)
+    mechanism = make_mechanism(sampling=sampling, noise_multiplier=0.0, accountant=None)
+    report = RunReport.of(mechanism, DELTA)
+    assert math.isinf(report.epsilon)
+    assert json.loads(report.to_json())["epsilon"] is None
+    assert "No protection" in report.privacy_card()
+
+
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_card_is_whole_for_every_adjacency_and_unit(adjacency, unit):
+    sampling = FullBatch(expected_batch_size=100.0)
+    mechanism = make_mechanism(
+        sampling=sampling, adjacency=adjacency, unit=unit, accountant=None, noise_multiplier=20.0
+    )
+    shown = ["batch loss | terminal"]
+    card = RunReport.of(mechanism, DELTA, shown_without_protection=shown).privacy_card()
+    tables = [line for line in card.splitlines() if line.startswith("|")]
+    assert all(line.replace("\\|", "").count("|") == 3 for line in tables)
+    for words in (adjacency.value, unit, "batch loss", "What is not protected", "full batch"):
+        assert words in card
+    assert "None" not in card
+    assert "nan" not in card
+
+
+def test_card_rounds_epsilon_up():
+    report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=1.23412)
+    assert "epsilon = 1.235 " in report.privacy_card()
+    exact = dataclasses.replace(report, epsilon=0.5)
+    assert "epsilon = 0.5 " in exact.privacy_card()
+
+
+def test_certainty_bound_on_the_card():
+    report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=math.log(3))
+    assert "right at most 75.1% of the time" in report.privacy_card()
+    huge = dataclasses.replace(report, epsilon=5_000.0)
+    assert "at most 100% of the time" in huge.privacy_card()
+
+
+def test_write_makes_the_folder_and_leaves_no_temporary_files(tmp_path):
+    folder = tmp_path / "a" / "b"
+    report, card = RunReport.of(make_mechanism(), DELTA).write(folder)
+    assert json.loads(report.read_text())["delta"] == DELTA
+    assert card.read_text().startswith("# Privacy card")
+    assert {path.name for path in folder.iterdir()} == {"report.json", "privacy_card.md"}
+
+
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_figure_is_a_png():
+    rng = np.random.default_rng(0)
+    steps = np.arange(5)
+    curves = [Curve(name, steps, rng.random((3, 5))) for name in ("a", "b", "c", "d")]
+    image = comparison_figure(curves, title="t", quantity="loss", subtitle="s")
+    assert image.startswith(b"\x89PNG")
+    assert comparison_figure(curves[:1], title="t", quantity="loss").startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="1 to 6"):
+        comparison_figure([], title="t", quantity="loss")
+
+
+def test_curve_standard_error():
+    values = np.array([[1.0, 2.0], [3.0, 2.0]])
+    curve = Curve("a", np.arange(2), values)
+    assert curve.standard_error.tolist() == [1.0, 0.0]
+    assert Curve("a", np.arange(2), values[:1]).standard_error.tolist() == [0.0, 0.0]
