@@ -1,6 +1,6 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import accounting, schedules
+from mirrordp import accounting, ghost, mirror, schedules, theory
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
 from mirrordp.clipping import ClippedGrad, clipped_grad
 from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
@@ -8,6 +8,7 @@ from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
 from mirrordp.public import WarmStart, warm_start
+from mirrordp.report import RunReport
 from mirrordp.sampling import (
     CyclicPoissonSampling,
     FixedSizeSampling,
@@ -35,6 +36,7 @@ __all__ = [
     "PoissonSampling",
     "PrivateData",
     "PublicData",
+    "RunReport",
     "TrainInfo",
     "TrainState",
     "TrainStep",
@@ -44,9 +46,12 @@ __all__ = [
     "WarmStart",
     "accounting",
     "clipped_grad",
+    "ghost",
+    "mirror",
     "mix_public_gradient",
     "schedules",
     "split",
+    "theory",
     "train",
     "warm_start",
 ]

@@ -130,7 +130,7 @@ def sgd(learning_rate: float, task: "Task", start: Params) -> optax.GradientTran
 METHODS = (
     Method("cold", "DP-SGD, cold", False, 1.0, sgd),
     Method("warm", "DP-SGD, warm", True, 1.0, sgd),
-    # α comes from the search that chose the setting (`SETTING`); the demonstration does not tune it.
+    # α comes from the search that chose the setting (`SETTING`); the demo does not tune it.
     Method("pda_dpmd", "PDA-DPMD", True, 0.25, sgd),
 )
 

@@ -218,7 +218,7 @@ class TrainStep:
             return jax.tree.map(jnp.zeros_like, clipped_sum), noise_state
 
         private_grad, noise_state = jax.lax.cond(alpha > 0, release, skip, state.noise_state)
-        noisy_grad_norm = optax.global_norm(private_grad)
+        noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
             clip = optax.clip_by_global_norm(self.noisy_clip_norm)
             private_grad, _ = clip.update(private_grad, clip.init(private_grad))
