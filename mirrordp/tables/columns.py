@@ -143,23 +143,20 @@ Column: TypeAlias = NumberColumn | CategoryColumn
 
 @dataclasses.dataclass(frozen=True)
 class NumberTarget:
-    """(y − mean) / scale; counts are left as they are and must be whole and not negative."""
+    """A number; a count must be whole and not negative."""
 
     name: str
-    mean: float
-    scale: float
     is_count: bool
 
     def encode(self, cells: Cells, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
-        """The targets, and a mask of the rows that have none."""
+        """The targets, and a mask of the rows that have none; those get zero."""
         values, wrong = numbers(cells)
-        filled = ~np.isnan(values) | wrong
+        tally.filled += int(np.count_nonzero(~np.isnan(values) | wrong))
         if self.is_count:
             wrong = wrong | not_counts(values)
-        tally.filled += int(np.count_nonzero(filled))
         tally.wrong += int(np.count_nonzero(wrong))
         unusable = wrong | np.isnan(values)
-        return np.where(unusable, 0.0, (values - self.mean) / self.scale), unusable
+        return np.where(unusable, 0.0, values), unusable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _parquet_cells(path: Path, name: str, column: Any) -> Cells:
         words = {True: "true", False: "false", None: ""}
         return tuple(words[value] for value in column.to_pylist())
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
-        return column.cast(arrow.float64()).to_numpy(zero_copy_only=False)
+        return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
     if types.is_string(kind) or types.is_large_string(kind):
         return tuple("" if value is None else value for value in column.to_pylist())
     raise TableError(

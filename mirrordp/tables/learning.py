@@ -125,14 +125,13 @@ def _learn_target(public: Table, name: str, task: str) -> Target:
                 f"expected whole numbers of at least zero in the target {name!r} for --task count, "
                 f"got {number_text(values[bad][0])} in {public.source!r}; use --task regression."
             )
-        return NumberTarget(name, 0.0, 1.0, is_count=True)
-    scale = float(values.std())
-    if not scale > 0:
+        return NumberTarget(name, is_count=True)
+    if values.min() == values.max():
         raise TableError(
             f"expected a target {name!r} that varies in {public.source!r}, got "
             f"{number_text(values[0])} in every row; add public rows."
         )
-    return NumberTarget(name, float(values.mean()), scale, is_count=False)
+    return NumberTarget(name, is_count=False)
 
 
 def _learn_classes(public: Table, name: str) -> ClassTarget:

@@ -1,0 +1,207 @@
+"""Table and figure of the comparison, from its records; computes no experiment."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.records import Record
+from experiments.tabular.methods import (
+    COLD,
+    EPSILONS,
+    LABELS,
+    NON_PRIVATE,
+    OURS,
+    PEER,
+    PRIVATE,
+    PUBLIC,
+    START,
+    WARM,
+)
+
+METRICS = {
+    "housing": (("rmse", "RMSE, dollars", ".0f", -1), ("r2", "R²", ".4f", 1)),
+    "adult": (("log_loss", "log-loss", ".4f", -1), ("accuracy", "accuracy", ".4f", 1)),
+}
+TITLES = {"housing": "California housing", "adult": "UCI Adult"}
+BEGIN, END = "<!-- tabular {name}: begin -->", "<!-- tabular {name}: end -->"
+# Okabe and Ito's palette, told apart by readers with any common colour blindness, and in grey by
+# marker.
+STYLES = {
+    OURS: {"color": "#009E73", "marker": "^"},
+    WARM: {"color": "#D55E00", "marker": "o"},
+    COLD: {"color": "#0072B2", "marker": "s"},
+    PEER: {"color": "#CC79A7", "marker": "D"},
+}
+LINES = {START: ("#000000", "--"), NON_PRIVATE: ("#7f7f7f", ":")}
+
+
+def values(
+    found: Sequence[Record], dataset: str, method: str, epsilon: float | None, metric: str
+) -> dict[int, float]:
+    """The metric by seed; a fit that diverged is NaN."""
+    return {
+        record["seed"]: math.nan if record["metrics"][metric] is None else record["metrics"][metric]
+        for record in found
+        if (record["dataset"], record["method"], record["epsilon"]) == (dataset, method, epsilon)
+    }
+
+
+def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error (NaN for a single value)."""
+    if not numbers:
+        return math.nan, math.nan
+    error = np.std(numbers, ddof=1) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.nan
+    return float(np.mean(numbers)), float(error)
+
+
+def advantage(
+    found: Sequence[Record], dataset: str, other: str, epsilon: float, metric: str, sign: int
+) -> tuple[float, float]:
+    """By how much ours is better than `other`, seed by seed: mean and standard error."""
+    ours = values(found, dataset, OURS, epsilon, metric)
+    own_epsilon = epsilon if other in PRIVATE else None
+    theirs = values(found, dataset, other, own_epsilon, metric)
+    return mean_and_error([sign * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs])
+
+
+def table(found: Sequence[Record]) -> str:
+    """Markdown: the metrics, then ours against each other method by paired differences."""
+    lines: list[str] = []
+    for dataset, metrics in METRICS.items():
+        if not any(record["dataset"] == dataset for record in found):
+            continue
+        seeds = len(values(found, dataset, OURS, EPSILONS[0], metrics[0][0]))
+        lines += [f"**{TITLES[dataset]}**, mean ± standard error over {seeds} seeds", ""]
+        heads = [f"{label}, ε = {e:g}" for _, label, _, _ in metrics for e in EPSILONS]
+        lines += ["| method | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for method, label in LABELS.items():
+            cells = []
+            for metric, _, digits, _ in metrics:
+                for epsilon in EPSILONS:
+                    own = epsilon if method in PRIVATE else None
+                    numbers = list(values(found, dataset, method, own, metric).values())
+                    mean, error = mean_and_error(numbers)
+                    text = f"{mean:{digits}} ± {error:{digits}}" if numbers else "–"
+                    cells.append(f"**{text}**" if method == OURS else text)
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines += ["", "Ours is better by (paired by seed; negative: worse):", ""]
+        lines += ["| than | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for method in (*PRIVATE[1:], START, PUBLIC):
+            cells = []
+            for metric, _, digits, sign in metrics:
+                for epsilon in EPSILONS:
+                    mean, error = advantage(found, dataset, method, epsilon, metric, sign)
+                    cells.append(
+                        f"{mean:+{digits}} ± {error:{digits}}" if math.isfinite(mean) else "–"
+                    )
+            lines.append(f"| {LABELS[method]} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def verdict(found: Sequence[Record]) -> list[str]:
+    """Where the goal is missed: a private competitor not beaten, or public-only beats ours."""
+    missed = []
+    for dataset, metrics in METRICS.items():
+        for metric, label, _, sign in metrics:
+            for epsilon in EPSILONS:
+                for method in (*PRIVATE[1:], START, PUBLIC):
+                    mean, error = advantage(found, dataset, method, epsilon, metric, sign)
+                    allowed = 0.0 if method in PRIVATE else -error
+                    if math.isfinite(mean) and mean < allowed:
+                        missed.append(
+                            f"{TITLES[dataset]}, {label}, ε = {epsilon:g}: {LABELS[method]} is "
+                            f"better by {-mean:.4g} (standard error {error:.2g})"
+                        )
+    return missed
+
+
+def draw(found: Sequence[Record], path: Path) -> None:
+    """One panel per data set and metric; each method's mean and two standard errors over ε."""
+    datasets = [name for name in METRICS if any(record["dataset"] == name for record in found)]
+    figure = Figure(figsize=(5.2 * len(datasets), 7.2), layout="constrained")
+    panels = figure.subplots(2, len(datasets), squeeze=False)
+    for column, dataset in enumerate(datasets):
+        for row, (metric, label, _, sign) in enumerate(METRICS[dataset]):
+            axes = panels[row, column]
+            good = []
+            for shift, method in enumerate(PRIVATE):
+                points = [
+                    mean_and_error(list(values(found, dataset, method, e, metric).values()))
+                    for e in EPSILONS
+                ]
+                means, errors = (np.array(part) for part in zip(*points, strict=True))
+                if method in (OURS, WARM):
+                    good += [*means]
+                axes.errorbar(
+                    np.arange(len(EPSILONS)) + 0.06 * (shift - 1.5), means, yerr=2 * errors,
+                    lw=2.6 if method == OURS else 1.6, ms=8, capsize=4, label=LABELS[method],
+                    zorder=3 if method == OURS else 2, **STYLES[method],
+                )  # fmt: skip
+            for method, (colour, dashes) in LINES.items():
+                numbers = list(values(found, dataset, method, None, metric).values())
+                level, _ = mean_and_error(numbers)
+                good.append(level)
+                axes.axhline(level, color=colour, ls=dashes, lw=1.4, label=LABELS[method])
+            _focus(axes, [level for level in good if math.isfinite(level)], sign)
+            axes.set_xticks(range(len(EPSILONS)), [f"{e:g}" for e in EPSILONS])
+            axes.set(xlabel="ε", ylabel=f"{label} ({'higher' if sign > 0 else 'lower'} is better)")
+            axes.set_title(TITLES[dataset] if row == 0 else "", fontweight="bold")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", alpha=0.25)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _focus(axes, levels: Sequence[float], sign: int) -> None:
+    """Keeps the range in which ours, warm and the bounds differ; says what lies outside."""
+    if not levels:
+        return
+    low, high = min(levels), max(levels)
+    spread = max(high - low, 1e-12)
+    bottom, top = (low - 2.2 * spread, high + 0.25 * spread)
+    if sign < 0:
+        bottom, top = (low - 0.25 * spread, high + 2.2 * spread)
+    outside = sum(
+        not bottom <= y <= top
+        for container in axes.containers
+        for y in container.lines[0].get_ydata()
+        if math.isfinite(y)
+    )
+    axes.set_ylim(bottom, top)
+    if outside:
+        axes.text(
+            0.98, 0.03 if sign > 0 else 0.97, f"{outside} points lie outside; see the table",
+            transform=axes.transAxes, ha="right", va="bottom" if sign > 0 else "top", fontsize=8,
+            color="#444444",
+        )  # fmt: skip
+
+
+def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | None = None) -> None:
+    """Writes NAME.md and NAME.png, and on request the marked section of a README."""
+    if not found:
+        raise SystemExit("expected finished lines to draw, got none; run without --plot-only.")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = table(found)
+    missed = verdict(found)
+    text += "\n".join(
+        ["The goal is missed at:", "", *(f"- {line}" for line in missed), ""]
+        if missed
+        else [
+            "The goal is met: ours is better than every private competitor at every ε, and never "
+            "worse than public-only beyond one standard error.",
+            "",
+        ]
+    )
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    draw(found, folder / f"{name}.png")
+    print(text)
+    if readme is not None:
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        before, rest = readme.read_text(encoding="utf-8").split(begin)
+        _, after = rest.split(end)
+        readme.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")

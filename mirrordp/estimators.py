@@ -1,0 +1,707 @@
+"""scikit-learn estimators: `fit(X, y, X_public=..., y_public=...)` under differential privacy.
+
+In: private rows, and optionally public rows of the same kind. Out: `coef_`, `intercept_` and
+`privacy_`, the report of what was promised. With public rows this is Algorithm 1 of the paper with
+full batches on the quadratic mirror map of the public loss: features are scaled by public moments,
+the descent starts at the public optimum, and clipping, noise and steps follow the public Hessian.
+Without them it is DP-SGD from zero.
+
+Clip norm, step count and learning rate come from public rows and the budget (`mirrordp.linear`), so
+that setting ε alone gives a good model; where the budget is too small for a private gradient to be
+of use, the public model is what comes back, and nothing is spent. Nothing is learned from private
+rows without noise except their number, which counts as public, and, where nobody states it, the set
+of their labels; `privacy_` says so.
+"""
+
+import dataclasses
+import math
+import numbers
+import warnings
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from mirrordp import _validate, linear
+from mirrordp.accounting import Adjacency
+from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.linear import Family, PublicObjective, Rows, Settings
+from mirrordp.mechanism import Mechanism
+from mirrordp.report import RunReport
+from mirrordp.sampling import FullBatch
+from mirrordp.training import randomness
+
+METHODS = ("auto", "exact", "dpsgd")
+# The search for settings on public rows is no secret, and the same rows give the same settings.
+_PUBLIC_SEED = 0
+# DP-SGD without public rows: at most so many steps.
+_MAX_COLD_STEPS = 300
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scaling:
+    """x ↦ u = ((x − shift) · factor, 1) B: what is done to a row before its gradient is taken.
+
+    With a `row_norm_bound` R, x is first scaled down to norm R where it is longer.
+    """
+
+    shift: np.ndarray
+    factor: np.ndarray
+    intercept: bool
+    row_norm_bound: float | None = None
+    basis: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, x: np.ndarray, *, intercept: bool, row_norm_bound: float | None) -> "_Scaling":
+        """Public mean and standard deviation; an indicator is divided by its range instead.
+
+        The ridge takes all coefficients to be of one size. Effects of categories are, rare or not,
+        per indicator, not per standard deviation of it: a rare one divided by its tiny standard
+        deviation would escape the ridge just where public rows know least. A column that is
+        constant on public rows counts zero: they say nothing about its scale.
+
+        Without an intercept nothing is shifted, since it is the intercept that undoes the shift.
+        """
+        x = _bounded(x, row_norm_bound)
+        shift = x.mean(axis=0) if intercept else np.zeros(x.shape[1])
+        deviation = np.sqrt(np.mean((x - shift) ** 2, axis=0))
+        low, high = x.min(axis=0), x.max(axis=0)
+        is_indicator = ((x == low) | (x == high)).all(axis=0) & (low < high)
+        scale = np.where(is_indicator, high - low, deviation)
+        constant = high - low <= 10 * np.finfo(float).eps * np.abs(x).max(axis=0)
+        if not intercept:
+            constant &= deviation == 0
+        factor = np.where(constant, 0.0, 1 / np.where(constant, 1.0, scale))
+        return cls(shift, factor, intercept, row_norm_bound)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = (_bounded(x, self.row_norm_bound) - self.shift) * self.factor
+            if self.intercept:
+                scaled = np.column_stack([scaled, np.ones(len(x))])
+            return scaled if self.basis is None else scaled @ self.basis
+
+    def original(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Coefficients (m, d) and intercepts (m,) for rows as they came."""
+        if self.basis is not None:
+            theta = self.basis @ theta
+        width = len(self.factor)
+        coefficients = theta[:width] * self.factor[:, None]
+        intercepts = theta[width] if self.intercept else np.zeros(theta.shape[1])
+        return coefficients.T, intercepts - self.shift @ coefficients
+
+
+def _bounded(x: np.ndarray, row_norm_bound: float | None) -> np.ndarray:
+    if row_norm_bound is None:
+        return x
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(x, axis=1, keepdims=True)
+    return x * (row_norm_bound / np.maximum(norms, row_norm_bound))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Problem:
+    """Targets as the loss wants them; each row's depends on that row and public values only.
+
+    Attributes:
+        family: the loss.
+        targets: private targets, shape (n, m).
+        public_targets: public targets, if there are any.
+        counts: which private rows take part; None: all.
+        shift: what was taken off the targets.
+        scale: what they were then divided by.
+        shown: what this says about private rows without protection.
+    """
+
+    family: Family
+    targets: np.ndarray
+    public_targets: np.ndarray | None
+    counts: np.ndarray | None = None
+    shift: float = 0.0
+    scale: float = 1.0
+    shown: tuple[str, ...] = ()
+
+    def without(self, left_out: np.ndarray) -> "_Problem":
+        """The same, less the private rows in a mask."""
+        counts = ~left_out if self.counts is None else self.counts & ~left_out
+        return dataclasses.replace(self, counts=counts)
+
+
+class _PrivateLinearModel(BaseEstimator):
+    """What the estimators share: validation, scaling, settings, the private descent, the report."""
+
+    epsilon: float
+    delta: float
+    fit_intercept: bool
+    method: str
+    num_steps: int | str
+    l2_clip_norm: float | str
+    learning_rate: float | str
+    row_norm_bound: float | None
+    adjacency: str
+    random_state: Any
+
+    coef_: np.ndarray
+    intercept_: Any
+    n_features_in_: int
+
+    def _encode(self, y: np.ndarray, y_public: np.ndarray | None) -> _Problem:
+        """Targets for the loss."""
+        raise NotImplementedError
+
+    def _decode(
+        self, problem: _Problem, coefficients: np.ndarray, intercepts: np.ndarray
+    ) -> tuple[np.ndarray, Any]:
+        """`coef_` and `intercept_`, from shapes (m, d) and (m,)."""
+        raise NotImplementedError
+
+    def fit(self, X, y, X_public=None, y_public=None, *, counts=None):
+        """Fits the model to private rows under (ε, δ)-differential privacy.
+
+        Args:
+            X: private features, shape (n, d). Each row is one unit of protection.
+            y: private targets, n of them.
+            X_public: public features, shape (n_pub, d): everything about them may be learned.
+            y_public: public targets.
+            counts: a mask of the private rows that take part, decided row by row; the others (such
+                as rows without a target) stay in n and contribute exactly zero. Default: all.
+
+        Returns:
+            The fitted estimator.
+        """
+        self._check_parameters()
+        if (X_public is None) != (y_public is None):
+            raise ValueError(
+                "X_public and y_public go together, got one of them. Pass both or neither."
+            )
+        X, y = self._validated(X, y, public=False)
+        if X_public is not None:
+            X_public, y_public = self._validated(X_public, y_public, public=True)
+        problem = self._encode(y, y_public)
+        if counts is not None:
+            problem = problem.without(~_mask(counts, len(X)))
+        if X_public is None:
+            scaling, theta, settings = self._plan_cold(problem, *X.shape)
+        else:
+            scaling, theta, settings = self._plan(problem, X_public, len(X))
+        seed = _seed(self.random_state)
+        mechanism = self._mechanism(len(X), settings)
+        if settings.num_steps > 0:
+            theta = linear.private_descent(
+                problem.family,
+                theta,
+                Rows(scaling(X), problem.targets, problem.counts),
+                mechanism,
+                learning_rate=settings.learning_rate,
+                key=randomness(seed)[1].noise,
+            )
+        self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
+        self.n_iter_ = settings.num_steps
+        self.privacy_ = self._report(
+            mechanism, settings, 0 if X_public is None else len(X_public), problem.shown, seed
+        )
+        return self
+
+    def _check_parameters(self) -> None:
+        _validate.positive(epsilon=self.epsilon)
+        _validate.open_unit_interval(delta=self.delta)
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {METHODS}, got {self.method!r}.")
+        for name, check in (
+            ("num_steps", _validate.positive_integer),
+            ("l2_clip_norm", _validate.positive),
+            ("learning_rate", _validate.positive),
+        ):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value == "auto"):
+                check(**{name: value})
+        if self.row_norm_bound is not None:
+            _validate.positive(row_norm_bound=self.row_norm_bound)
+        if self.adjacency not in ("zero-out", "replace"):
+            raise ValueError(
+                f"adjacency must be 'zero-out' or 'replace', got {self.adjacency!r}: the number of "
+                "rows divides the noisy sum, so that it counts as public."
+            )
+
+    def _validated(self, X: Any, y: Any, *, public: bool) -> tuple[np.ndarray, np.ndarray]:
+        suffix, remark = ("_public", "") if public else ("", f" {UNPROTECTED}")
+        if y is None:
+            raise ValueError(
+                f"{type(self).__name__} requires y{suffix} to be passed, but the target y is None."
+            )
+        X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+        y = column_or_1d(y, warn=True)
+        if len(y) != len(X):
+            raise ValueError(
+                f"X{suffix} and y{suffix} must have equally many rows, got {len(X)} and {len(y)}."
+            )
+        _refuse_non_finite(f"X{suffix}", X, remark)
+        if y.dtype.kind == "f":
+            _refuse_non_finite(f"y{suffix}", y, remark)
+        return X, y
+
+    def _mechanism(self, num_private: int, settings: Settings) -> Mechanism:
+        return Mechanism.calibrate(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            sampling=FullBatch.of(num_private),
+            num_steps=max(settings.num_steps, 1),
+            l2_clip_norm=settings.l2_clip_norm,
+            adjacency=Adjacency(self.adjacency),
+        )
+
+    def _one_step_noise(self, num_private: int) -> float:
+        """The noise multiplier that spends the budget in one step."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the run itself warns of a large delta
+            return self._mechanism(num_private, Settings(1.0, 1, 1.0)).noise_multiplier
+
+    def _given(self, name: str) -> Any:
+        value = getattr(self, name)
+        return None if isinstance(value, str) else value
+
+    def _plan(
+        self, problem: _Problem, x: np.ndarray, num_private: int
+    ) -> tuple[_Scaling, np.ndarray, Settings]:
+        """Scaling, start and settings, from public rows and the budget."""
+        assert problem.public_targets is not None
+        rng = np.random.default_rng(_PUBLIC_SEED)
+        follows_hessian = self.method != "dpsgd"
+        scaling = _Scaling.of(
+            x,
+            intercept=bool(self.fit_intercept),
+            row_norm_bound=self.row_norm_bound,
+        )
+        rows = Rows(scaling(x), problem.public_targets)
+        penalized = np.arange(rows.features.shape[1]) < x.shape[1]
+        public = PublicObjective.cross_validated(
+            problem.family, rows, penalized=penalized.astype(float), rng=rng
+        )
+
+        def geometry(objective: PublicObjective) -> np.ndarray:
+            if follows_hessian:
+                return objective.whitening
+            # Mean curvature one, so that learning rates mean the same as with the Hessian.
+            return np.eye(len(penalized)) / math.sqrt(np.mean(np.diag(objective.hessian)))
+
+        settings = linear.choose_settings(
+            public,
+            geometry,
+            num_private=num_private,
+            one_step_noise=self._one_step_noise(num_private),
+            rng=rng,
+            l2_clip_norm=self._given("l2_clip_norm"),
+            num_steps=self._given("num_steps"),
+            learning_rate=self._given("learning_rate"),
+        )
+        basis = geometry(public)
+        theta = np.linalg.solve(basis, public.minimizer)
+        if self._given("l2_clip_norm") is None:
+            whitened = Rows(rows.features @ basis, problem.public_targets)
+            norms = linear.gradient_norms(problem.family, theta, whitened)
+            clip = float(np.quantile(norms, settings.l2_clip_norm))
+            # All public residuals are zero: any clip norm will do.
+            settings = settings._replace(l2_clip_norm=clip if clip > 0 else 1.0)
+        return dataclasses.replace(scaling, basis=basis), theta, settings
+
+    def _plan_cold(
+        self, problem: _Problem, num_private: int, width: int
+    ) -> tuple[_Scaling, np.ndarray, Settings]:
+        """DP-SGD from zero, in the features as they are or divided by the caller's bound."""
+        bound = self.row_norm_bound
+        if bound is None:
+            warnings.warn(
+                "without public rows and without row_norm_bound nothing is scaled, and the clip "
+                "norm is a guess. Pass X_public and y_public, or bounds that you know beforehand.",
+                UserWarning,
+                stacklevel=3,
+            )
+        scaling = _Scaling(
+            shift=np.zeros(width),
+            factor=np.full(width, 1.0 if bound is None else 1 / bound),
+            intercept=bool(self.fit_intercept),
+            row_norm_bound=bound,
+        )
+        theta = np.zeros((width + scaling.intercept, problem.targets.shape[1]))
+        clip = self._given("l2_clip_norm") or 1.0
+        noise = self._one_step_noise(num_private)
+        # Rows of norm at most √2 (with a bound), or of entries of order one (without).
+        smoothness = (2.0 if bound else width + 1.0) * problem.family.largest_curvature
+        # After T steps the noise has moved Θ by about η σ₁ C T √p / n; that shall not exceed one.
+        reach = num_private / (noise * clip * math.sqrt(theta.size))
+        steps = self._given("num_steps")
+        if steps is None:
+            steps = int(np.clip(reach * smoothness, 5, _MAX_COLD_STEPS))
+        rate = self._given("learning_rate") or min(1 / smoothness, reach / steps)
+        return scaling, theta, Settings(clip, steps, rate)
+
+    def _report(
+        self,
+        mechanism: Mechanism,
+        settings: Settings,
+        num_public: int,
+        shown: tuple[str, ...],
+        seed: int | None,
+    ) -> RunReport:
+        method = "cold DP-SGD"
+        if num_public:
+            method = "warm DP-SGD" if self.method == "dpsgd" else "exact mirror descent"
+        source = "public rows" if num_public else "constants"
+        return RunReport.of(
+            mechanism,
+            self.delta,
+            charged_steps=settings.num_steps,
+            title=f"{type(self).__name__} on {self.n_features_in_} features",
+            tuning=f"nothing to charge: settings not given follow from {source} and the budget",
+            shown_without_protection=shown,
+            seed=seed,
+            results={
+                "method": method,
+                "num_public": num_public,
+                "num_steps": settings.num_steps,
+                "learning_rate": settings.learning_rate,
+            },
+        )
+
+    def _scores(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=np.float64)
+        return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+
+
+def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
+    bad = ~np.isfinite(array)
+    if not bad.any():
+        return
+    columns = np.flatnonzero(bad.reshape(len(array), -1).any(axis=0))
+    where = "" if array.ndim == 1 else f" in columns {columns[:5].tolist()}"
+    raise ValueError(
+        f"{name} must be finite, got {int(bad.sum())} values that are NaN or infinity{where}. Drop "
+        f"or impute them row by row, by rules that come from public data.{remark}"
+    )
+
+
+def _as_numbers(name: str, y: np.ndarray) -> np.ndarray:
+    try:
+        return y.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
+            "classes."
+        ) from None
+
+
+def _mask(counts: Any, rows: int) -> np.ndarray:
+    counts = np.asarray(counts)
+    if counts.shape != (rows,) or counts.dtype != bool:
+        raise ValueError(
+            f"counts must be {rows} booleans, one per private row, got {counts.dtype} of shape "
+            f"{counts.shape}."
+        )
+    return counts
+
+
+def _seed(random_state: Any) -> int | None:
+    """The seed of a reproducible run, or None for randomness from the operating system."""
+    if random_state is None:
+        return None
+    if isinstance(random_state, np.random.RandomState):
+        return int(random_state.randint(2**31))
+    if isinstance(random_state, np.random.Generator):
+        return int(random_state.integers(2**63))
+    if isinstance(random_state, numbers.Integral) and int(random_state) >= 0:
+        return int(random_state)
+    raise ValueError(
+        "random_state must be None, a non-negative integer or a NumPy generator, got "
+        f"{random_state!r}."
+    )
+
+
+_SHARED_PARAMETERS = """
+    Args:
+        epsilon: ε, the budget; `privacy_.epsilon` is what was spent, never more.
+        delta: δ, well below 1/n.
+{own}        fit_intercept: whether to fit an intercept.
+        method: "exact" clips, adds noise and steps in the geometry of the public Hessian; "dpsgd"
+            does so in standardised features. "auto" is "exact" with public rows. Without them both
+            are cold DP-SGD.
+        num_steps: T, or "auto".
+        l2_clip_norm: C in units of the scaled features and targets, or "auto".
+        learning_rate: η in the same units, or "auto".
+        row_norm_bound: R: private and public rows longer than R are scaled down to norm R in
+            training. Without public rows features are divided by R too.
+        adjacency: "zero-out", or "replace" for the stronger guarantee with twice the noise.
+        random_state: None takes randomness from the operating system. An integer (or a NumPy
+            generator) makes the fit reproducible and therefore not for release.
+
+    Attributes:
+        coef_: coefficients.
+        intercept_: the intercept.
+{fitted}        n_features_in_: d.
+        n_iter_: steps that read private rows; 0 if the public model was the better choice.
+        privacy_: the `RunReport`: what is promised to whom.
+    """
+
+
+def _documented(own: str = "", fitted: str = ""):
+    """Adds the shared part of the documentation to a class."""
+
+    def decorate(cls):
+        cls.__doc__ = (
+            cls.__doc__.rstrip() + "\n" + _SHARED_PARAMETERS.format(own=own, fitted=fitted)
+        )
+        return cls
+
+    return decorate
+
+
+@_documented(
+    own="""        target_range: (low, high): private targets are clipped to it and, without public
+            rows, scaled by it. Public targets otherwise give mean and standard deviation.
+"""
+)
+class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
+    """Least squares under differential privacy, with the help of public rows.
+
+    Minimises ½(⟨θ, x⟩ + b − y)²; see `mirrordp.linear` for the descent.
+    """
+
+    def __init__(
+        self,
+        epsilon=1.0,
+        delta=1e-5,
+        *,
+        target_range=None,
+        fit_intercept=True,
+        method="auto",
+        num_steps="auto",
+        l2_clip_norm="auto",
+        learning_rate="auto",
+        row_norm_bound=None,
+        adjacency="zero-out",
+        random_state=None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.target_range = target_range
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.num_steps = num_steps
+        self.l2_clip_norm = l2_clip_norm
+        self.learning_rate = learning_rate
+        self.row_norm_bound = row_norm_bound
+        self.adjacency = adjacency
+        self.random_state = random_state
+
+    def _encode(self, y, y_public):
+        y = _as_numbers("y", y)
+        shift, scale = 0.0, 1.0
+        if self.target_range is not None:
+            low, high = self.target_range
+            _validate.positive("It is (low, high), low first.", width_of_target_range=high - low)
+            y = np.clip(y, low, high)
+            shift, scale = (low + high) / 2, (high - low) / 2
+        if y_public is not None:
+            y_public = _as_numbers("y_public", y_public)
+            shift = float(y_public.mean())
+            scale = float(y_public.std())
+        # Without an intercept nothing could undo the shift.
+        shift = shift if self.fit_intercept else 0.0
+        scale = scale if scale > 0 else 1.0
+        return _Problem(
+            linear.SQUARED_ERROR,
+            (y[:, None] - shift) / scale,
+            None if y_public is None else (y_public[:, None] - shift) / scale,
+            shift=shift,
+            scale=scale,
+        )
+
+    def _decode(self, problem, coefficients, intercepts):
+        return coefficients[0] * problem.scale, float(intercepts[0] * problem.scale + problem.shift)
+
+    def predict(self, X):
+        """The expected target of each row."""
+        return self._scores(X)[:, 0]
+
+    def __sklearn_tags__(self):
+        return _few_rows_are_not_enough(super().__sklearn_tags__())
+
+
+@_documented()
+class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
+    """Poisson regression with logarithmic link under differential privacy.
+
+    Minimises e^s − y s with s = ⟨θ, x⟩ + b, for counts y ≥ 0; see `mirrordp.linear`.
+    """
+
+    def __init__(
+        self,
+        epsilon=1.0,
+        delta=1e-5,
+        *,
+        fit_intercept=True,
+        method="auto",
+        num_steps="auto",
+        l2_clip_norm="auto",
+        learning_rate="auto",
+        row_norm_bound=None,
+        adjacency="zero-out",
+        random_state=None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.num_steps = num_steps
+        self.l2_clip_norm = l2_clip_norm
+        self.learning_rate = learning_rate
+        self.row_norm_bound = row_norm_bound
+        self.adjacency = adjacency
+        self.random_state = random_state
+
+    def _encode(self, y, y_public):
+        y = _as_counts("y", y, f" {UNPROTECTED}")
+        if y_public is not None:
+            y_public = _as_counts("y_public", y_public, "")[:, None]
+        return _Problem(linear.POISSON, y[:, None], y_public)
+
+    def _decode(self, problem, coefficients, intercepts):
+        return coefficients[0], float(intercepts[0])
+
+    def predict(self, X):
+        """The expected count of each row."""
+        return linear.POISSON.mean(self._scores(X))[:, 0]
+
+    def __sklearn_tags__(self):
+        tags = _few_rows_are_not_enough(super().__sklearn_tags__())
+        tags.target_tags.positive_only = True
+        return tags
+
+
+def _as_counts(name: str, y: np.ndarray, remark: str) -> np.ndarray:
+    y = _as_numbers(name, y)
+    if (y < 0).any():
+        raise ValueError(
+            f"{name} must hold counts of at least 0, got {int((y < 0).sum())} negative values."
+            f"{remark}"
+        )
+    return y
+
+
+@_documented(
+    own="""        classes: all labels, where public rows do not have them all. Without it they come
+            from `y_public`, and without that from `y`: the report then says so.
+""",
+    fitted="""        classes_: labels in the order of `predict_proba`.
+""",
+)
+class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
+    """Logistic regression under differential privacy: two classes, or more by softmax.
+
+    Minimises log Σ_k e^{s_k} − s_y with scores s = Θᵀx + b (for two classes, one score). A private
+    row whose label is not among the classes contributes nothing; it still counts in n.
+    """
+
+    classes_: np.ndarray
+
+    def __init__(
+        self,
+        epsilon=1.0,
+        delta=1e-5,
+        *,
+        classes=None,
+        fit_intercept=True,
+        method="auto",
+        num_steps="auto",
+        l2_clip_norm="auto",
+        learning_rate="auto",
+        row_norm_bound=None,
+        adjacency="zero-out",
+        random_state=None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.num_steps = num_steps
+        self.l2_clip_norm = l2_clip_norm
+        self.learning_rate = learning_rate
+        self.row_norm_bound = row_norm_bound
+        self.adjacency = adjacency
+        self.random_state = random_state
+
+    def _encode(self, y, y_public):
+        check_classification_targets(y)
+        known = self.classes if self.classes is not None else y_public
+        self.classes_ = np.unique(y if known is None else np.asarray(known))
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "a classifier needs at least two classes, got one class only: "
+                f"{self.classes_.tolist()}. Pass classes= if there are others."
+            )
+        targets, counts = self._one_hot(y)
+        if not counts.all():
+            warnings.warn(
+                f"{UNPROTECTED} {int((~counts).sum())} private rows have a label that is not "
+                f"among the classes {self.classes_.tolist()}; they contribute nothing.",
+                UnprotectedWarning,
+                stacklevel=3,
+            )
+        public_targets = None
+        if y_public is not None:
+            public_targets, is_class = self._one_hot(y_public)
+            if not is_class.all():
+                raise ValueError(
+                    f"y_public must hold labels out of classes={self.classes_.tolist()}, got "
+                    f"{np.unique(y_public[~is_class])[:5].tolist()}. Extend classes=."
+                )
+            # One more row, shared by all classes: no class is impossible for being absent.
+            one_row = 1 / (len(y_public) + 1)
+            public_targets = (1 - one_row) * public_targets + one_row / len(self.classes_)
+        shown = ()
+        if known is None:
+            shown = ("the set of labels: taken from the private rows, it counted as public",)
+        family = linear.LOGISTIC if len(self.classes_) == 2 else linear.MULTINOMIAL
+        return _Problem(family, targets, public_targets, counts, shown=shown)
+
+    def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Targets, and which labels are classes at all."""
+        is_class = np.isin(y, self.classes_)
+        index = np.searchsorted(self.classes_, np.where(is_class, y, self.classes_[0]))
+        one_hot = np.eye(len(self.classes_))[index]
+        return one_hot[:, 1:] if len(self.classes_) == 2 else one_hot, is_class
+
+    def _decode(self, problem, coefficients, intercepts):
+        return coefficients, intercepts
+
+    def decision_function(self, X):
+        """Scores: one column per class, or for two classes the log odds of the second."""
+        scores = self._scores(X)
+        return scores[:, 0] if len(self.classes_) == 2 else scores
+
+    def predict_proba(self, X):
+        """The probability of each class, in the order of `classes_`."""
+        scores = self._scores(X)
+        if len(self.classes_) == 2:
+            scores = np.column_stack([np.zeros(len(scores)), scores[:, 0]])
+        return linear.MULTINOMIAL.mean(scores)
+
+    def predict(self, X):
+        """The most probable class."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[np.argmax(probabilities, axis=1)]
+
+    def __sklearn_tags__(self):
+        return _few_rows_are_not_enough(super().__sklearn_tags__())
+
+
+def _few_rows_are_not_enough(tags):
+    """scikit-learn's checks fit a few dozen rows, which no private estimator can fit well."""
+    for kind in (tags.regressor_tags, tags.classifier_tags):
+        if kind is not None:
+            kind.poor_score = True
+    return tags

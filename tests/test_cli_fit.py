@@ -1,0 +1,429 @@
+import csv
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mirrordp import cli, tabular
+from mirrordp.data import UNPROTECTED
+from mirrordp.tables import TableError, read_table
+
+SECRET = "zanzibar"
+"""A category that occurs in private rows only."""
+
+
+def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
+    """A table whose target follows from x and colour."""
+    rng = np.random.default_rng(seed)
+    x, colour = rng.normal(size=rows), rng.integers(len(words), size=rows)
+    score = 2 * x + 3 * (colour == 0) + 0.1 * rng.normal(size=rows)
+    target = {
+        "regression": lambda: [f"{value:.4f}" for value in score],
+        "classification": lambda: np.array(["no", "yes"])[(score > 1).astype(int)],
+        "count": lambda: rng.poisson(np.exp(0.3 * score)),
+    }[task]()
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "x", "colour", "y"])
+        writer.writerows(zip(range(rows), x, np.array(words)[colour], target, strict=True))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {
+        "private": make_table(tmp_path / "private.csv", 400, 0, words=("red", "blue", SECRET)),
+        "public": make_table(tmp_path / "public.csv", 60, 1),
+        "input": make_table(tmp_path / "input.csv", 20, 2),
+        "out": tmp_path / "model",
+    }
+
+
+def fit_options(files, task: str | None = "regression", **others):
+    options = {
+        "private": files["private"],
+        "public": files["public"],
+        "target": "y",
+        "task": task,
+        "epsilon": 3,
+        "delta": 1e-4,
+        "ignore": "id",
+        "out": files["out"],
+    } | others
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    return ["fit", *(word for pair in given for word in pair)]
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """One fitted folder for the tests that only read it."""
+    folder = tmp_path_factory.mktemp("fitted")
+    files = {
+        "private": make_table(folder / "private.csv", 400, 0, words=("red", "blue", SECRET)),
+        "public": make_table(folder / "public.csv", 60, 1),
+        "out": folder / "model",
+    }
+    assert cli.main(fit_options(files)) == 0
+    return files["out"]
+
+
+@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+def test_fit_and_predict(capsys, tmp_path, task):
+    files = {
+        "private": make_table(tmp_path / "private.csv", 2000, 0, task=task),
+        "public": make_table(tmp_path / "public.csv", 100, 1, task=task),
+        "out": tmp_path / "deep" / "model",
+    }
+    assert cli.main([*fit_options(files, task, seed=3), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["epsilon"] <= 3
+    assert result["features"] == ["x", "colour=blue", "colour=red"]
+    assert result["left_out"] == {"id": "ignored on request"}
+    assert result["randomness"] == "reproducible, not for release"
+    names = {path.name for path in files["out"].iterdir()}
+    assert names == {"model.json", "report.json", "privacy_card.md"}
+    report = json.loads((files["out"] / "report.json").read_text())
+    assert report["epsilon"] == result["epsilon"]
+    assert report["num_examples"] == 2000
+    assert "number of records counts as public" in (files["out"] / "privacy_card.md").read_text()
+
+    source = make_table(tmp_path / "input.csv", 300, 2, task=task)
+    output = tmp_path / "output.csv"
+    options = ["--model", str(files["out"]), "--input", str(source), "--output", str(output)]
+    assert cli.main(["predict", *options, "--keep", "id"]) == 0
+    assert "Wrote 300 predictions" in capsys.readouterr().out
+    found, truth = read_table(output).columns, read_table(source).columns["y"]
+    assert found["id"] == tuple(str(i) for i in range(300))
+    if task == "classification":
+        assert np.mean(np.array(found["prediction"]) == np.array(truth)) > 0.85
+        shares = [np.array(found[f"probability of {name}"], float) for name in ("no", "yes")]
+        np.testing.assert_allclose(shares[0] + shares[1], 1)
+    else:
+        correlation = np.corrcoef(np.array(found["prediction"], float), np.array(truth, float))
+        assert correlation[0, 1] > (0.9 if task == "regression" else 0.5)
+
+
+def test_predictions_are_those_of_the_estimator(files, monkeypatch):
+    kept = {}
+    make = tabular._estimator
+
+    def remember(task, **options):
+        kept["estimator"] = make(task, **options)
+        return kept["estimator"]
+
+    monkeypatch.setattr(tabular, "_estimator", remember)
+    for task in ("regression", "count"):
+        make_table(files["private"], 400, 0, task=task)
+        make_table(files["public"], 60, 1, task=task)
+        model = tabular.fit_files(
+            files["private"], files["public"], target="y", task=task, epsilon=3, delta=1e-4, seed=0
+        ).model
+        table = read_table(files["input"])
+        features = model.encoding.encode_features(table)
+        np.testing.assert_allclose(
+            model.predict(table)["prediction"], kept["estimator"].predict(features)
+        )
+
+
+def test_without_a_usable_budget_the_public_model_is_returned(capsys, files):
+    assert cli.main(fit_options(files, epsilon=1e-5)) == 0
+    captured = capsys.readouterr()
+    assert "the model of the public rows alone" in captured.out
+    report = json.loads((files["out"] / "report.json").read_text())
+    assert report["charged_steps"] == 0
+    assert report["epsilon"] == 0
+
+
+@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+def test_one_private_row(files, task):
+    make_table(files["private"], 1, 0, task=task)
+    make_table(files["public"], 30, 1, task=task)
+    assert cli.main(fit_options(files, task)) == 0
+
+
+def test_three_classes(files, tmp_path):
+    rng = np.random.default_rng(0)
+    for name, rows in (("private", 900), ("public", 90)):
+        labels = rng.integers(3, size=rows)
+        lines = [f"{rng.normal() + 3 * k:.3f},{'abc'[k]}" for k in labels]
+        files[name].write_text("x,y\n" + "\n".join(lines) + "\n")
+    assert cli.main(fit_options(files, "classification", ignore=None, seed=0)) == 0
+    model = tabular.TableModel.load(files["out"])
+    (tmp_path / "c.csv").write_text("x\n-1\n3\n7\n")
+    found = model.predict(read_table(tmp_path / "c.csv"))
+    assert found["prediction"].tolist() == ["a", "b", "c"]
+    assert list(found) == ["prediction", *(f"probability of {name}" for name in "abc")]
+
+
+def test_text_output_and_progress(capsys, files, monkeypatch):
+    fit = tabular.fit_files
+
+    def slow(*arguments, stage, **options):
+        with stage("waiting for the test"):
+            time.sleep(2.3)
+        return fit(*arguments, stage=stage, **options)
+
+    monkeypatch.setattr(tabular, "fit_files", slow)
+    assert cli.main(fit_options(files)) == 0
+    captured = capsys.readouterr()
+    for words in ("Fitted regression of 'y'", "Left out: 'id'", "Privacy: epsilon", "model.json"):
+        assert words in captured.out
+    assert "not for release" not in captured.out
+    assert "mirrordp: waiting for the test ..." in captured.err
+
+
+def test_nothing_of_the_private_rows_is_written(fitted):
+    for path in fitted.iterdir():
+        assert SECRET not in path.read_text()
+
+
+def test_the_folder_depends_on_private_rows_through_the_coefficients_alone(files, tmp_path):
+    """Other private rows, the same number: all but the noisy coefficients stays as it was."""
+    contents = []
+    for index, words in enumerate([("red", "blue"), ("blue", SECRET)]):
+        make_table(files["private"], 400, 10 + index, words=words)
+        out = tmp_path / f"out{index}"
+        assert cli.main(fit_options(files, out=out, seed=1)) == 0
+        model = json.loads((out / "model.json").read_text())
+        assert model.pop("coefficients") is not None
+        assert model.pop("intercepts") is not None
+        assert model.pop("sha256") is not None
+        card = (out / "privacy_card.md").read_text()
+        contents.append((model, json.loads((out / "report.json").read_text()), card))
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("target", ["", "no number"])
+def test_a_private_row_without_target_contributes_nothing(files, tmp_path, target):
+    """Whatever else stands in it, the model is the same, and n still counts it."""
+    models = []
+    for index, x in enumerate(["0.5", "-400"]):
+        make_table(files["private"], 400, 0)
+        with open(files["private"], "a") as file:
+            file.write(f"401,{x},blue,{target}\n")
+        out = tmp_path / f"out{index}"
+        assert cli.main(fit_options(files, out=out, seed=1)) == 0
+        models.append((out / "model.json").read_text())
+        assert json.loads((out / "report.json").read_text())["num_examples"] == 401
+    assert models[0] == models[1]
+
+
+def test_messages_about_private_rows_are_marked_and_on_standard_error(capsys, files):
+    with open(files["private"], "a") as file:
+        file.write("401,oops,blue,1\n")
+    assert cli.main([*fit_options(files), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert UNPROTECTED not in captured.out
+    (line,) = [line for line in captured.err.splitlines() if UNPROTECTED in line]
+    assert "1 of 401 filled cells" in line
+    for path in files["out"].iterdir():
+        assert UNPROTECTED not in path.read_text()
+
+
+# Bad input.
+
+
+def spoil(files, name, old, new):
+    files[name].write_text(files[name].read_text().replace(old, new))
+
+
+BAD = {
+    "no options": (lambda f: ["fit"], "expected --private, --public"),
+    "no task": (lambda f: fit_options(f, task=None), "expected --task"),
+    "unknown task": (lambda f: fit_options(f, task="ranking"), "one of regression"),
+    "epsilon": (lambda f: fit_options(f, epsilon=0), "positive finite number, got '0'"),
+    "epsilon huge": (lambda f: fit_options(f, epsilon=1e6), "at most 1000"),
+    "delta": (lambda f: fit_options(f, delta=1), "between 0 and 1"),
+    "seed": (lambda f: fit_options(f, seed=-1), "non-negative integer"),
+    "no private file": (lambda f: fit_options(f, private="none.csv"), "'none.csv' (No such file"),
+    "no public file": (lambda f: fit_options(f, public="none.csv"), "'none.csv' (No such file"),
+    "a folder": (lambda f: fit_options(f, public=f["public"].parent), "directory"),
+    "same file": (lambda f: fit_options(f, public=f["private"]), "two different files"),
+    "unknown target": (lambda f: fit_options(f, target="z"), "expected column 'z'"),
+    "unknown column": (lambda f: fit_options(f, ignore="z"), "expected column 'z'"),
+    "text target": (lambda f: fit_options(f, target="colour"), "numbers in the target 'colour'"),
+    "negative count": (lambda f: fit_options(f, task="count"), "whole numbers of at least zero"),
+    "too many classes": (
+        lambda f: (
+            [spoil(f, "public", "", ""), make_table(f["public"], 200, 1)]
+            and fit_options(f, task="classification")
+        ),
+        "at most 100 classes",
+    ),
+    "missing column": (
+        lambda f: spoil(f, "private", "id,x,", "id,z,") or fit_options(f),
+        "expected column 'x' in",
+    ),
+    "another type": (
+        lambda f: spoil(f, "private", ".", "_point_") or fit_options(f),
+        "expected numbers as in the public table, got text",
+    ),
+    "another type of category": (
+        lambda f: (
+            [spoil(f, "private", word, "7") for word in ("red", "blue", SECRET)] and fit_options(f)
+        ),
+        "expected categories as in the public table, got numbers",
+    ),
+    "ragged": (
+        lambda f: spoil(f, "private", "\n3,", "\n3,3,") or fit_options(f),
+        "expected 4 cells in every row",
+    ),
+    "empty": (lambda f: f["private"].write_text("") or fit_options(f), "got an empty file"),
+    "header only": (
+        lambda f: f["private"].write_text("id,x,colour,y\n") and fit_options(f),
+        "at least one row",
+    ),
+    "few public rows": (
+        lambda f: make_table(f["public"], 9, 1) and fit_options(f),
+        "at least 10 rows",
+    ),
+    "binary": (
+        lambda f: f["public"].write_bytes(b"\x89PNG\xff\xfe\x00") and fit_options(f),
+        "UTF-8",
+    ),
+    "out is a file": (lambda f: fit_options(f, out=f["public"]), "not a folder"),
+    "out is not empty": (lambda f: fit_options(f, out=f["public"].parent), "not empty"),
+    "out under a file": (lambda f: fit_options(f, out=f["public"] / "m"), "no folder can be made"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence_and_nothing_is_written(capsys, files, arguments, words):
+    options = arguments(files)
+    before = {path: path.read_bytes() for path in files["private"].parent.iterdir()}
+    assert cli.main(options) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mirrordp: error: ")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith(".\n")
+    assert {path: path.read_bytes() for path in files["private"].parent.iterdir()} == before
+
+
+def test_no_mechanism_is_made_for_files_that_do_not_fit(capsys, files, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("the private rows were used")
+
+    monkeypatch.setattr(tabular, "_estimator", never)
+    spoil(files, "private", "id,x,", "id,z,")
+    assert cli.main(fit_options(files)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_text(""), "got something else"),
+        (lambda path: path.write_text("[1, 2]"), "got something else"),
+        (lambda path: path.write_bytes(b"\x80\x04\x95pickle"), "got something else"),
+        (lambda path: path.write_text(path.read_text()[:-100]), "got something else"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"version": 1', '"version": 9')),
+            "got version 9",
+        ),
+        (
+            lambda path: path.write_text(path.read_text().replace('"red"', '"rot"')),
+            "changed or missing parts",
+        ),
+    ],
+    ids=["gone", "empty", "other JSON", "pickle", "cut", "version", "changed"],
+)
+def test_predict_refuses_other_model_files(capsys, fitted, tmp_path, change, words):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.json").write_bytes((fitted / "model.json").read_bytes())
+    change(folder / "model.json")
+    source = make_table(tmp_path / "input.csv", 5, 2)
+    output = tmp_path / "output.csv"
+    options = ["--model", str(folder), "--input", str(source), "--output", str(output)]
+    assert cli.main(["predict", *options]) == 2
+    assert words in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(task="ranking"),
+        lambda content: content.update(task="count"),
+        lambda content: content["coefficients"][0].pop(),
+        lambda content: content.update(coefficients="many"),
+        lambda content: content["encoding"].update(columns=[]),
+        lambda content: content.pop("privacy"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(fitted, change):
+    """Even with a checksum that fits."""
+    content = json.loads((fitted / "model.json").read_text())
+    del content["sha256"]
+    change(content)
+    content["sha256"] = tabular._checksum(content)
+    with pytest.raises(TableError, match="changed or missing parts"):
+        tabular.TableModel.from_json(json.dumps(content), "model.json")
+
+
+def test_model_round_trip(fitted):
+    text = (fitted / "model.json").read_text()
+    assert tabular.TableModel.load(fitted).to_json() == text
+
+
+def predict_options(fitted, source, output, *others):
+    return ["predict", "--model", fitted, "--input", source, "--output", output, *others]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda m, d: predict_options(m, "none.csv", d / "o.csv"), "No such file"),
+        (lambda m, d: predict_options(m, d / "in.csv", d / "in.csv"), "another file"),
+        (lambda m, d: predict_options(m, d / "in.csv", d / "no" / "o.csv"), "can be written"),
+        (lambda m, d: predict_options(m, d / "in.csv", d), "can be written"),
+        (lambda m, d: predict_options(m, d / "in.csv", d / "o.csv", "--keep", "z"), "'z' to keep"),
+        (lambda m, d: predict_options(m, d / "bad.csv", d / "o.csv"), "expected column 'colour'"),
+        (lambda m, d: predict_options(m, d / "text.csv", d / "o.csv"), "expected numbers"),
+        (lambda m, d: predict_options(d, d / "in.csv", d / "o.csv"), "with model.json"),
+    ],
+    ids=["no input", "same", "no folder", "folder", "keep", "column", "type", "no model"],
+)
+def test_predict_with_bad_input(capsys, fitted, tmp_path, arguments, words):
+    make_table(tmp_path / "in.csv", 5, 2)
+    (tmp_path / "bad.csv").write_text("x\n1\n")
+    (tmp_path / "text.csv").write_text("x,colour\none,red\ntwo,red\n")
+    before = sorted(tmp_path.iterdir())
+    assert cli.main([str(word) for word in arguments(fitted, tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert UNPROTECTED not in captured.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_parquet_in_and_out(capsys, files, tmp_path):
+    arrow_csv = pytest.importorskip("pyarrow.csv")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("private", "public", "input"):
+        table = arrow_csv.read_csv(files[name])
+        files[name] = files[name].with_suffix(".parquet")
+        parquet.write_table(table, files[name])
+    assert cli.main(fit_options(files, seed=0)) == 0
+    output = tmp_path / "output.parquet"
+    options = ["--model", files["out"], "--input", files["input"], "--output", output]
+    assert cli.main(["predict", *(str(word) for word in options)]) == 0
+    assert parquet.read_table(output).num_rows == 20
+
+
+def test_installed_command(files):
+    result = subprocess.run(
+        [sys.executable, "-m", "mirrordp.cli", *fit_options(files, target="z")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,442 @@
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.tables import (
+    CategoryColumn,
+    ClassTarget,
+    NumberColumn,
+    NumberTarget,
+    Table,
+    TableEncoding,
+    TableError,
+    learn_encoding,
+    read_batches,
+    read_table,
+    write_table,
+)
+
+PUBLIC = """age,job,income,y
+20,nurse,1.5,10
+30,cook,,20
+40,nurse,2.5,30
+50,cook,?,40
+60,nurse,3.5,
+"""
+
+
+def write(tmp_path, text, name="table.csv", encoding="utf-8"):
+    path = tmp_path / name
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def table(tmp_path, text):
+    return read_table(write(tmp_path, text))
+
+
+def learn(tmp_path, text=PUBLIC, target="y", task="regression", **options):
+    return learn_encoding(table(tmp_path, text), target=target, task=task, **options)
+
+
+def encode(encoding, tmp_path, text, private=True):
+    return encoding.encode(read_batches(write(tmp_path, text, "b.csv")), private=private)
+
+
+# Reading.
+
+
+def test_reads_columns_as_text(tmp_path):
+    found = table(tmp_path, PUBLIC)
+    assert list(found.columns) == ["age", "job", "income", "y"]
+    assert len(found) == 5
+    assert found.columns["income"] == ("1.5", "", "2.5", "?", "3.5")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a;b\n1;x,y\n",
+        "a\tb\n1\tx,y\n",
+        '\ufeffa, b\r\n1, "x,y"\r\n\r\n',
+        'a,b\n1,"x,y"',
+    ],
+    ids=["semicolons", "tabs", "byte order mark, spaces, CRLF", "no final line end"],
+)
+def test_reads_dialects(tmp_path, text):
+    found = table(tmp_path, text)
+    assert dict(found.columns) == {"a": ("1",), "b": ("x,y",)}
+
+
+def test_batches_are_the_whole(tmp_path):
+    path = write(tmp_path, "a\n" + "".join(f"{i}\n" for i in range(10)))
+    sizes = [len(batch) for batch in read_batches(path, batch_rows=4)]
+    assert sizes == [4, 4, 2]
+    assert read_table(path).columns["a"] == tuple(str(i) for i in range(10))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "got an empty file"),
+        ("a,b\n", "expected at least one row"),
+        ("a,b\n1\n", "got 1 in row 1"),
+        ("a,b\n1,2\n1,2,3\n", "got 3 in row 2"),
+        ("a,a\n1,2\n", "'a' 2 times"),
+        ("a,\n1,2\n", "position 2"),
+        ('a,b\n1,"2\n', "expected a CSV table"),
+        ("PAR1 but not really", "expected a Parquet table"),
+    ],
+    ids=["empty", "no rows", "short", "long", "twice", "unnamed", "open quote", "Parquet"],
+)
+def test_bad_files(tmp_path, text, words):
+    with pytest.raises(TableError, match=words) as caught:
+        table(tmp_path, text)
+    assert str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
+
+
+def test_other_bytes_are_refused(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"a,b\n\xff\xfe\x00,2\n")
+    with pytest.raises(TableError, match="UTF-8"):
+        read_table(path)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(TableError, match="No such file"):
+        read_table(tmp_path / "nothing.csv")
+    with pytest.raises(TableError, match="directory"):
+        read_table(tmp_path)
+
+
+def test_only_messages_about_private_rows_are_marked(tmp_path):
+    path = write(tmp_path, "a,b\n1\n")
+    with pytest.raises(TableError) as caught:
+        list(read_batches(path, private=True))
+    assert str(caught.value).startswith(UNPROTECTED)
+    with pytest.raises(TableError) as caught:
+        list(read_batches(path))
+    assert UNPROTECTED not in str(caught.value)
+
+
+# Learning and encoding.
+
+
+def test_types_and_scales_come_from_the_public_table(tmp_path):
+    found = learn(tmp_path).encoding
+    # The last row has no target and is not looked at.
+    assert found.columns == (
+        NumberColumn("age", 35.0, math.sqrt(125.0), 20.0, 50.0, marks_missing=False),
+        CategoryColumn("job", ("cook", "nurse"), "cook", marks_missing=False),
+        NumberColumn("income", 2.0, 0.5, 1.5, 2.5, marks_missing=True),
+    )
+    assert found.target == NumberTarget("y", is_count=False)
+    assert found.features == ("age", "job=cook", "job=nurse", "income", "income is missing")
+
+
+def test_rows_are_encoded_one_by_one(tmp_path):
+    found = learn(tmp_path).encoding
+    rows = [
+        "35,nurse,2.0,1",  # all known
+        "1000,judge,-7,2",  # beyond the public range; a category unknown to the public table
+        ",,,3",  # missing: the mean, the most common category, the mark
+        "inf,cook,3e400,4",  # no finite number: missing
+    ]
+    half = math.sqrt(125.0)
+    expected = [
+        [0, 0, 1, 0, 0],
+        [15 / half, 0, 0, -1, 0],
+        [0, 1, 0, 0, 1],
+        [0, 1, 0, 0, 1],
+    ]
+    together = encode(found, tmp_path, "age,job,income,y\n" + "\n".join(rows))
+    np.testing.assert_allclose(together.features, expected)
+    np.testing.assert_array_equal(together.target, [1, 2, 3, 4])
+    assert not together.unusable.any()
+    # What one row becomes does not depend on the others, nor on the batch it is read in.
+    for index, row in enumerate(rows):
+        alone = encode(found, tmp_path, f"age,job,income,y\n{row}\n")
+        np.testing.assert_array_equal(alone.features[0], together.features[index])
+    path = write(tmp_path, "age,job,income,y\n" + "\n".join(rows))
+    split = found.encode(read_batches(path, batch_rows=1), private=True)
+    np.testing.assert_array_equal(split.features, together.features)
+
+
+def test_other_order_and_further_columns_do_not_matter(tmp_path):
+    found = learn(tmp_path).encoding
+    one = encode(found, tmp_path, "age,job,income,y\n35,nurse,2,1\n")
+    other = encode(found, tmp_path, "y,secret,income,job,age\n1,zzz,2,nurse,35\n")
+    np.testing.assert_array_equal(one.features, other.features)
+
+
+def test_missing_category_of_a_column_with_missing_public_cells(tmp_path):
+    text = "c,y\n" + "a,1\nb,2\n,3\na,4\n" * 3
+    found = learn(tmp_path, text).encoding
+    assert found.columns == (CategoryColumn("c", ("a", "b"), "a", marks_missing=True),)
+    features = encode(found, tmp_path, "c,y\na,1\n,1\nq,1\n").features
+    np.testing.assert_array_equal(features, [[1, 0, 0], [0, 0, 1], [0, 0, 0]])
+
+
+def test_rare_categories_count_as_unknown(tmp_path):
+    text = "c,y\n" + "a,1\nb,2\n" * 200 + "rare,3\n" * 3
+    (column,) = learn(tmp_path, text).encoding.columns
+    assert isinstance(column, CategoryColumn)
+    assert column.categories == ("a", "b")
+    text = "c,y\n" + "a,1\nb,2\n" * 20 + "rare,3\n" * 3
+    (column,) = learn(tmp_path, text).encoding.columns
+    assert isinstance(column, CategoryColumn)
+    assert column.categories == ("a", "b", "rare")
+
+
+def test_columns_that_say_nothing_are_left_out(tmp_path):
+    rows = "".join(f"{i},person {i},7,same,,{i % 3},{i}\n" for i in range(30))
+    found = learn(tmp_path, "x,name,seven,word,void,code,y\n" + rows, ignore=["code"])
+    assert [column.name for column in found.encoding.columns] == ["x"]
+    assert set(found.left_out) == {"name", "seven", "word", "void", "code"}
+    assert found.left_out["code"] == "ignored on request"
+    assert "common enough" in found.left_out["name"]
+
+
+def test_codes_can_be_declared_categories(tmp_path):
+    text = "code,y\n" + "1,1\n2,2\n10,3\n" * 4
+    (column,) = learn(tmp_path, text, categorical=["code"]).encoding.columns
+    assert isinstance(column, CategoryColumn)
+    assert column.categories == ("1", "10", "2")
+
+
+def test_mixed_columns_are_categories_if_few_and_refused_if_many(tmp_path):
+    few = "c,y\n" + "0,1\n1,2\n2,3\n3+,4\n" * 5
+    (column,) = learn(tmp_path, few).encoding.columns
+    assert isinstance(column, CategoryColumn)
+    many = "c,y\n" + "".join(f"{i},{i}\n" for i in range(200)) + "broken,1\n"
+    with pytest.raises(TableError, match="text such as 'broken'"):
+        learn(tmp_path, many)
+
+
+# Targets.
+
+
+def test_classes_come_from_the_public_table(tmp_path):
+    text = "x,y\n1,b\n2,a\n3,b\n"
+    found = learn(tmp_path, text, task="classification").encoding
+    assert found.target == ClassTarget("y", ("a", "b"), are_numbers=False)
+    with pytest.warns(UnprotectedWarning, match="others in 1 of 3 filled"):
+        encoded = encode(found, tmp_path, "x,y\n1,a\n2,b\n3,c\n4,\n")
+    np.testing.assert_array_equal(encoded.target[:2], [0, 1])
+    np.testing.assert_array_equal(encoded.unusable, [False, False, True, True])
+
+
+def test_class_labels_that_are_numbers_are_compared_as_numbers(tmp_path):
+    found = learn(tmp_path, "x,y\n1,10\n2,9\n3,1.0\n", task="classification").encoding
+    assert found.target == ClassTarget("y", ("1", "9", "10"), are_numbers=True)
+    encoded = encode(found, tmp_path, "x,y\n1,1\n2,10.0\n3,9e0\n")
+    np.testing.assert_array_equal(encoded.target, [0, 2, 1])
+    codes = learn(tmp_path, "x,y\n1,007\n2,7\n", task="classification").encoding.target
+    assert isinstance(codes, ClassTarget)
+    assert codes.classes == ("007", "7")
+
+
+@pytest.mark.parametrize("task", ["regression", "count"])
+def test_rows_without_a_usable_target_are_marked(tmp_path, task):
+    found = learn(tmp_path, "x,y\n1,1\n2,2\n3,0\n", task=task).encoding
+    with pytest.warns(UnprotectedWarning) as caught:
+        encoded = encode(found, tmp_path, "x,y\n1,1\n2,\n3,many\n4,2\n5,1\n6,0\n")
+    (warning,) = caught
+    assert "contribute nothing" in str(warning.message)
+    np.testing.assert_array_equal(encoded.unusable, [False, True, True, False, False, False])
+    assert np.isfinite(encoded.target).all()
+
+
+def test_counts_are_whole_and_not_negative(tmp_path):
+    found = learn(tmp_path, "x,y\n1,1\n2,2\n3,0\n", task="count").encoding
+    with pytest.warns(UnprotectedWarning, match="2 of 5 filled cells"):
+        encoded = encode(found, tmp_path, "x,y\n1,1\n2,-1\n3,0.5\n4,2\n5,1\n")
+    np.testing.assert_array_equal(encoded.unusable, [False, True, True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("x,y\n1,a\n2,b\n", {}, "expected numbers in the target 'y' for --task regression"),
+        ("x,y\n1,a\n2,b\n", {"task": "count"}, "got 'a'"),
+        ("x,y\n1,-1\n2,3\n", {"task": "count"}, "got -1"),
+        ("x,y\n1,.5\n2,3\n", {"task": "count"}, "use --task regression"),
+        ("x,y\n1,5\n2,5\n", {}, "got 5 in every row"),
+        ("x,y\n1,a\n2,a\n", {"task": "classification"}, "got 'a' alone"),
+        (
+            "x,y\n" + "".join(f"1,{i}.5\n" for i in range(101)),
+            {"task": "classification"},
+            "use --task regression",
+        ),
+        ("x,y\n1,\n2,?\n", {}, "got none in any row"),
+        ("x,y\n1,1\n1,2\n", {}, "that varies"),
+        ("y\n1\n2\n", {}, "besides the target"),
+        ("x,y\n1,1\n2,2\n", {"target": "z"}, "expected column 'z'"),
+        ("x,y\n1,1\n2,2\n", {"ignore": ["z"]}, "expected column 'z'"),
+        ("x,y\n1,1\n2,2\n", {"ignore": ["y"]}, "target 'y' to be neither"),
+        ("x,y\n1,1\n2,2\n", {"task": "ranking"}, "got 'ranking'"),
+    ],
+)
+def test_public_tables_that_do_not_fit_the_task(tmp_path, text, options, words):
+    with pytest.raises(TableError, match=words) as caught:
+        learn(tmp_path, text, **options)
+    assert UNPROTECTED not in str(caught.value)
+
+
+# Files that do not fit together.
+
+
+def test_missing_columns_are_named(tmp_path):
+    found = learn(tmp_path).encoding
+    with pytest.raises(TableError, match="expected columns 'job', 'y' in") as caught:
+        encode(found, tmp_path, "age,income\n1,2\n")
+    assert UNPROTECTED not in str(caught.value)
+    assert "got columns 'age', 'income'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("old,nurse,1,1", "expected numbers as in the public table, got text in 3 of 3"),
+        ("1,5,1,1", "expected categories as in the public table, got numbers in 3 of 3"),
+        ("1,nurse,1,high", "column 'y'"),
+    ],
+)
+def test_a_column_of_another_type_is_refused(tmp_path, row, words):
+    found = learn(tmp_path).encoding
+    with pytest.raises(TableError, match=words) as caught:
+        encode(found, tmp_path, "age,job,income,y\n" + f"{row}\n" * 3)
+    assert str(caught.value).startswith(UNPROTECTED)
+
+
+def test_single_cells_of_another_type_count_as_missing(tmp_path):
+    found = learn(tmp_path).encoding
+    rows = "35,nurse,2,1\n" * 3
+    with pytest.warns(UnprotectedWarning, match="text in 1 of 4 filled") as caught:
+        encoded = encode(found, tmp_path, f"age,job,income,y\n{rows}old,nurse,2,1\n")
+    assert UNPROTECTED in str(caught[0].message)
+    assert "old" not in str(caught[0].message)
+    np.testing.assert_array_equal(encoded.features[3], encoded.features[0])
+    with pytest.warns(UserWarning, match="counts as missing") as caught:
+        encode(found, tmp_path, f"age,job,income,y\n{rows}old,nurse,2,1\n", private=False)
+    assert UNPROTECTED not in str(caught[0].message)
+
+
+def test_no_usable_target_at_all(tmp_path):
+    found = learn(tmp_path).encoding
+    with pytest.raises(TableError, match="got none in any row"):
+        encode(found, tmp_path, "age,job,income,y\n1,nurse,1,\n")
+
+
+def test_prediction_rows_need_no_target(tmp_path):
+    found = learn(tmp_path).encoding
+    features = found.encode_features(table(tmp_path, "age,job,income\n35,nurse,2\n"))
+    np.testing.assert_array_equal(features, [[0, 0, 1, 0, 0]])
+
+
+# Storing.
+
+
+def test_round_trip_through_json(tmp_path):
+    for task in ("regression", "classification", "count"):
+        found = learn(tmp_path, task=task).encoding
+        again = TableEncoding.from_dict(json.loads(json.dumps(found.to_dict())))
+        assert again == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop("target"),
+        lambda d: d["columns"][0].update(kind="os.system"),
+        lambda d: d["columns"][0].update(mean="1"),
+        lambda d: d["columns"][0].update(scale=math.inf),
+        lambda d: d["columns"][1].update(categories=[]),
+        lambda d: d["columns"][1].update(categories="cook"),
+        lambda d: d.update(target=d["columns"][0]),
+    ],
+)
+def test_damaged_encodings_are_refused(tmp_path, change):
+    content = learn(tmp_path).encoding.to_dict()
+    change(content)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        TableEncoding.from_dict(content)
+
+
+def test_numbers_survive_writing(tmp_path):
+    path = tmp_path / "out.csv"
+    write_table(path, {"id": ["a,b", "c"], "x": np.array([0.1 + 0.2, 1e-300])})
+    assert path.read_text() == 'id,x\n"a,b",0.30000000000000004\nc,1e-300\n'
+
+
+# Parquet.
+
+
+def test_parquet_is_read_like_csv(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "no-suffix-needed"
+    parquet.write_table(
+        arrow.table(
+            {
+                "age": arrow.array([20, 30, None, 50], arrow.int64()),
+                "job": arrow.array(["nurse", "cook", None, "cook"]).dictionary_encode(),
+                "member": [True, False, None, True],
+                "price": arrow.array([1, 2, 3, 4]).cast(arrow.decimal128(21, 2)),
+                "void": arrow.nulls(4),
+                "large": arrow.array([2**60, 2**60 + 1, 2**60, 2**61], arrow.int64()),
+                "y": [1.0, 2.0, math.nan, 4.0],
+            }
+        ),
+        path,
+    )
+    found = read_table(path)
+    assert found.columns["job"] == ("nurse", "cook", "", "cook")
+    assert found.columns["member"] == ("true", "false", "", "true")
+    rows = ("20,nurse,true,1,,9,1", "30,cook,false,2,,9,2", ",,,3,,9,", "50,cook,true,4,,9,4")
+    text = "age,job,member,price,void,large,y\n" + "\n".join(rows)
+    options = {"target": "y", "task": "regression", "categorical": ["price"], "ignore": ["large"]}
+    from_csv = learn_encoding(table(tmp_path, text), **options)
+    assert learn_encoding(found, **options) == from_csv
+    encoding = from_csv.encoding
+    np.testing.assert_array_equal(
+        encoding.encode([found], private=False).features,
+        encoding.encode([table(tmp_path, text)], private=False).features,
+    )
+
+
+def test_parquet_columns_without_a_meaning_are_refused(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"a": [[1, 2], [3]]}), tmp_path / "t.parquet")
+    with pytest.raises(TableError, match=r"got list<.*> in column 'a'"):
+        read_table(tmp_path / "t.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(TableError, match=r"mirrordp\[parquet\]"):
+        read_table(write(tmp_path, "PAR1"))
+    with pytest.raises(TableError, match=r"mirrordp\[parquet\]"):
+        write_table(tmp_path / "out.parquet", {"a": [1]})
+
+
+def test_parquet_output(tmp_path):
+    pytest.importorskip("pyarrow")
+    write_table(tmp_path / "out.parquet", {"a": np.array([1.5]), "b": ["x"]})
+    found = read_table(tmp_path / "out.parquet")
+    np.testing.assert_array_equal(found.columns["a"], [1.5])
+    assert found.columns["b"] == ("x",)
+
+
+def test_good_tables_cause_no_warning(tmp_path):
+    found = learn(tmp_path).encoding
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode(found, tmp_path, PUBLIC)
+    assert isinstance(table(tmp_path, PUBLIC), Table)
