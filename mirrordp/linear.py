@@ -15,6 +15,7 @@ nothing for a compiler to gain.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,15 +44,14 @@ class Family:
         name: of the loss.
         cumulant: A, over axis 1.
         mean: ∇A.
-        curvature: the diagonal of ∇²A averaged over outputs, one number per row: what the Hessian
-            of the loss weighs the row with.
+        covariance: ∇²A, from scores (rows, outputs) to (rows, outputs, outputs).
         largest_curvature: a bound on the eigenvalues of ∇²A; a guess where there is none.
     """
 
     name: str
     cumulant: Callable[[np.ndarray], np.ndarray]
     mean: Callable[[np.ndarray], np.ndarray]
-    curvature: Callable[[np.ndarray], np.ndarray]
+    covariance: Callable[[np.ndarray], np.ndarray]
     largest_curvature: float
 
     def loss(self, scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -61,6 +61,10 @@ class Family:
     def residuals(self, scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """∇A(s) − y."""
         return self.mean(scores) - _expand(targets, scores)
+
+    def curvature(self, scores: np.ndarray) -> np.ndarray:
+        """The diagonal of ∇²A averaged over outputs: one number per row."""
+        return np.einsum("imm->i", self.covariance(scores)) / scores.shape[1]
 
 
 def _expand(targets: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -72,6 +76,11 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return scipy.special.softmax(scores, axis=1)
 
 
+def _softmax_covariance(scores: np.ndarray) -> np.ndarray:
+    mean = _softmax(scores)
+    return mean[:, :, None] * np.eye(mean.shape[1]) - mean[:, :, None] * mean[:, None, :]
+
+
 def _exp(scores: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(scores, _LARGEST_LOG_COUNT))
 
@@ -80,28 +89,28 @@ SQUARED_ERROR = Family(
     "squared error",
     cumulant=lambda s: 0.5 * s[:, 0] ** 2,
     mean=lambda s: s,
-    curvature=lambda s: np.ones_like(s[:, 0]),
+    covariance=lambda s: np.ones_like(s[:, :, None]),
     largest_curvature=1.0,
 )
 LOGISTIC = Family(
     "logistic",
     cumulant=lambda s: np.logaddexp(0.0, s[:, 0]),
     mean=scipy.special.expit,
-    curvature=lambda s: scipy.special.expit(s[:, 0]) * scipy.special.expit(-s[:, 0]),
+    covariance=lambda s: (scipy.special.expit(s) * scipy.special.expit(-s))[:, :, None],
     largest_curvature=0.25,
 )
 MULTINOMIAL = Family(
     "multinomial",
     cumulant=lambda s: np.asarray(scipy.special.logsumexp(s, axis=1)),
     mean=_softmax,
-    curvature=lambda s: np.mean(_softmax(s) * (1 - _softmax(s)), axis=1),
+    covariance=_softmax_covariance,
     largest_curvature=0.5,
 )
 POISSON = Family(
     "Poisson",
     cumulant=lambda s: _exp(s[:, 0]),
     mean=_exp,
-    curvature=lambda s: _exp(s[:, 0]),
+    covariance=lambda s: _exp(s)[:, :, None],
     largest_curvature=1.0,
 )
 
@@ -122,7 +131,7 @@ class Rows:
     counts: np.ndarray | None = None
 
     def __post_init__(self):
-        finite = np.isfinite(self.features).all(axis=1)
+        finite = np.asarray(np.isfinite(self.features).all(axis=1))
         if not finite.all():
             counts = finite if self.counts is None else self.counts & finite
             object.__setattr__(self, "counts", counts)
@@ -166,11 +175,11 @@ class ClippedSum:
             residuals = self.family.residuals(_scores(rows.features, theta), rows.targets)
             row_norms = rows.norms.reshape((-1,) + (1,) * (theta.ndim - 2))
             norms = np.linalg.norm(residuals, axis=1) * row_norms
+            keep = np.isfinite(norms)
+            if rows.counts is not None:
+                keep &= rows.counts.reshape((-1,) + (1,) * (theta.ndim - 2))
             factors = self.l2_clip_norm / np.maximum(norms, self.l2_clip_norm)
-        keep = np.isfinite(norms)
-        if rows.counts is not None:
-            keep &= rows.counts.reshape((-1,) + (1,) * (theta.ndim - 2))
-        clipped = np.where(keep[:, None], residuals * np.where(keep, factors, 0.0)[:, None], 0.0)
+            clipped = np.where(keep[:, None], residuals * factors[:, None], 0.0)
         return (rows.features.T @ clipped.reshape(len(rows), -1)).reshape(theta.shape)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
@@ -298,12 +307,12 @@ class PublicObjective:
 
     @functools.cached_property
     def minimizer(self) -> np.ndarray:
-        """argmin Ψ: a linear system for squared error, otherwise by L-BFGS."""
+        """argmin Ψ: a linear system for squared error, else by Newton's method or L-BFGS."""
         features, targets = self.rows.features, self.rows.targets
         if self.family is SQUARED_ERROR:
             gram = features.T @ features / len(features) + np.diag(self.ridge)
             return _solve(gram, features.T @ targets / len(features))
-        if targets.shape[1] == 1:
+        if self.init.size <= _MAX_NEWTON_SIZE:
             return _newton(self)
         penalty = self.ridge[:, None]
 
@@ -385,20 +394,26 @@ def _solve(matrix: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 
 
 def _newton(objective: PublicObjective) -> np.ndarray:
-    """argmin Ψ for one output, by Newton's method with step halving."""
-    family, rows, ridge = objective.family, objective.rows, objective.ridge
+    """argmin Ψ by Newton's method with step halving."""
+    family, rows = objective.family, objective.rows
     features, targets = rows.features, rows.targets
+    ridge = objective.ridge[:, None]
+    width, outputs = objective.init.shape
 
     def value_at(theta: np.ndarray) -> float:
-        return float(mean_loss(family, theta, rows) + 0.5 * ridge @ theta[:, 0] ** 2)
+        return float(mean_loss(family, theta, rows) + 0.5 * np.sum(ridge * theta**2))
 
     theta, value = objective.init, value_at(objective.init)
     for _ in range(_MAX_NEWTON_STEPS):
         scores = features @ theta
-        grad = features.T @ family.residuals(scores, targets) / len(rows) + ridge[:, None] * theta
-        weighted = features * family.curvature(scores)[:, None]
-        hessian = weighted.T @ features / len(rows) + np.diag(ridge)
-        direction = _solve(hessian, grad)
+        grad = features.T @ family.residuals(scores, targets) / len(rows) + ridge * theta
+        weights = family.covariance(scores) / len(rows)
+        hessian = np.empty((width, outputs, width, outputs))
+        for k, l in itertools.combinations_with_replacement(range(outputs), 2):
+            block = (features * weights[:, k, l, None]).T @ features
+            hessian[:, k, :, l] = hessian[:, l, :, k] = block
+        hessian = hessian.reshape(theta.size, theta.size) + np.diag(np.repeat(ridge, outputs))
+        direction = _solve(hessian, grad.ravel()).reshape(theta.shape)
         decrease = float(np.sum(grad * direction))
         if decrease <= 1e-10 * (1 + abs(value)):
             break
@@ -418,6 +433,7 @@ RELATIVE_RIDGES = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
 _SMALLEST_EIGENVALUE = 0.01
 _FOLDS = 5
 _MAX_NEWTON_STEPS = 50
+_MAX_NEWTON_SIZE = 400
 
 
 class Settings(NamedTuple):

@@ -58,15 +58,13 @@ def job_of(record: records.Record) -> Job:
 class Log:
     """The lines of one data set: what is finished, and where the next ones go."""
 
-    def __init__(self, path: Path, dataset: str):
-        self._path, self._dataset = path, dataset
+    def __init__(self, path: Path, dataset: str, provenance: records.Record):
+        self._path, self._dataset, self._provenance = path, dataset, provenance
         self._outcomes: dict[Job, dict[str, Any]] = {
             job_of(record): record["metrics"]
             for record in records.read(path)
             if record.get("key") == key(dataset)
         }
-        sources = [*Path(__file__).parent.glob("*.py"), *_library_sources()]
-        self._provenance = records.provenance(PACKAGES, sorted(sources), "cpu")
 
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
         """The jobs that have no line yet."""
@@ -100,9 +98,12 @@ class Log:
         return np.inf if value is None else value
 
 
-def _library_sources() -> list[Path]:
+def provenance() -> records.Record:
+    """Which code and versions are running; to be asked before it can change on disk."""
     package = Path(mirrordp.__file__).parent
-    return [package / "estimators.py", package / "linear.py", *(package / "tables").glob("*.py")]
+    library = [package / "estimators.py", package / "linear.py", *(package / "tables").glob("*.py")]
+    sources = sorted([*Path(__file__).parent.glob("*.py"), *library])
+    return records.provenance(PACKAGES, sources, "cpu")
 
 
 def tuning_jobs(dataset: Dataset, methods: Sequence[str], num_seeds: int) -> list[Job]:
@@ -203,11 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if peer_python is None:
         print(f"no {arguments.peer_python}: diffprivlib is left out", file=sys.stderr)
     path = arguments.out / f"{name}.jsonl"
+    running = provenance()
     found = []
     for dataset_name in arguments.datasets:
         if not arguments.plot_only:
             dataset = DATASETS[dataset_name](folder)
-            log = Log(path, dataset_name)
+            log = Log(path, dataset_name, running)
             tuned = (COLD, PEER) if peer_python is not None else (COLD,)
             # Small matrices: a second BLAS thread only waits for the first.
             with threadpoolctl.threadpool_limits(1, user_api="blas"):

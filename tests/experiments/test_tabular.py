@@ -172,7 +172,7 @@ def test_command_writes_lines_table_and_figure_and_skips_what_is_done(root, smal
 
 def test_tuning_takes_the_least_loss(root, small, tmp_path):
     dataset = data.housing(root / "tabular")
-    log = command.Log(tmp_path / "log.jsonl", "housing")
+    log = command.Log(tmp_path / "log.jsonl", "housing", {})
     for job in command.tuning_jobs(dataset, [methods.COLD], 2):
         slow = dict(job.settings)["num_steps"] == 2
         rmse = None if slow and job.epsilon == 3.0 else 1.0 if slow else 2.0
@@ -242,10 +242,10 @@ def test_peer_runs_in_its_own_interpreter(root, tmp_path):
 
 
 def test_lines_are_json(root, tmp_path):
-    log = command.Log(tmp_path / "log.jsonl", "housing")
+    log = command.Log(tmp_path / "log.jsonl", "housing", {})
     job = methods.Job(methods.COLD, 1.0, 0, (("num_steps", 5),))
     log.add(job, methods.Outcome({"rmse": 1.0, "r2": 0.0}, 0.1, {}))
     (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
     assert command.job_of(json.loads(line)) == job
-    assert command.Log(tmp_path / "log.jsonl", "housing").missing([job]) == []
-    assert command.Log(tmp_path / "log.jsonl", "adult").missing([job]) == [job]
+    assert command.Log(tmp_path / "log.jsonl", "housing", {}).missing([job]) == []
+    assert command.Log(tmp_path / "log.jsonl", "adult", {}).missing([job]) == [job]

@@ -1,0 +1,552 @@
+"""The closed-form descent against its oracles, and the estimators against their contract."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn.utils.estimator_checks import check_estimator
+
+import mirrordp
+from mirrordp import estimators, linear
+from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.estimators import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivatePoissonRegressor,
+)
+from mirrordp.linear import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR, ClippedSum, Rows
+
+WIDTH = 5
+
+
+def softmax_loss(theta, example):
+    scores = example["u"] @ theta
+    return jax.nn.logsumexp(scores) - jnp.dot(example["y"], scores)
+
+
+LOSSES = {
+    "squared error": (SQUARED_ERROR, lambda t, e: 0.5 * jnp.sum((e["u"] @ t - e["y"]) ** 2)),
+    "logistic": (
+        LOGISTIC,
+        lambda t, e: optax.sigmoid_binary_cross_entropy((e["u"] @ t)[0], e["y"][0]),
+    ),
+    "multinomial": (MULTINOMIAL, softmax_loss),
+    "Poisson": (POISSON, lambda t, e: jnp.sum(jnp.exp(e["u"] @ t) - e["y"] * (e["u"] @ t))),
+}
+
+
+def problem(family, rows=40, seed=0, width=WIDTH):
+    """Scaled rows of one family's kind, and parameters."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(rows, width)) * np.arange(1, width + 1) ** -1.0
+    outputs = 3 if family is MULTINOMIAL else 1
+    theta = rng.normal(size=(width, outputs))
+    scores = features @ theta
+    targets = {
+        "squared error": lambda: scores + rng.normal(size=scores.shape),
+        "logistic": lambda: (rng.random(scores.shape) < LOGISTIC.mean(scores)).astype(float),
+        "multinomial": lambda: np.eye(3)[np.argmax(scores + rng.gumbel(size=scores.shape), axis=1)],
+        "Poisson": lambda: rng.poisson(POISSON.mean(scores)).astype(float),
+    }[family.name]()
+    return Rows(features, targets), theta
+
+
+def full_batch(rows, *, num_steps=1, noise_multiplier=1.0, l2_clip_norm=1.0):
+    return mirrordp.Mechanism(
+        sampling=mirrordp.FullBatch.of(rows),
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        num_steps=num_steps,
+    )
+
+
+class TestClippedSum:
+    @pytest.mark.parametrize("name", LOSSES)
+    @pytest.mark.parametrize("l2_clip_norm", [0.05, 1.0, 1e6])
+    def test_equals_the_general_clipped_gradient(self, name, l2_clip_norm):
+        family, loss_fn = LOSSES[name]
+        rows, theta = problem(family)
+        theta = theta + 0.3
+        counts = np.arange(len(rows)) % 4 != 0
+        with jax.enable_x64(True):
+            oracle = mirrordp.clipped_grad(loss_fn, l2_clip_norm=l2_clip_norm)
+            expected = oracle(
+                jnp.asarray(theta), {"u": rows.features, "y": rows.targets}, jnp.asarray(~counts)
+            )
+        found = ClippedSum(family, l2_clip_norm)(theta, Rows(rows.features, rows.targets, counts))
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_many_parameters_side_by_side(self, name):
+        family, _ = LOSSES[name]
+        rows, theta = problem(family)
+        many = np.stack([theta, 2 * theta, theta - 1], axis=2)
+        limits = np.array([0.1, 1.0, 10.0])
+        found = ClippedSum(family, limits)(many, rows)
+        for k, limit in enumerate(limits):
+            one = ClippedSum(family, float(limit))(many[:, :, k], rows)
+            np.testing.assert_allclose(found[:, :, k], one, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("name", LOSSES)
+    @pytest.mark.parametrize("size", [1.0, 1e6, 1e160, 1e308])
+    def test_neighbours_differ_by_at_most_the_clip_norm(self, name, size):
+        """Zero-out: one row, however large, moves the sum by at most C, and never spoils it."""
+        family, _ = LOSSES[name]
+        rows, theta = problem(family, seed=1)
+        features = rows.features.copy()
+        features[3] = size * np.sign(features[3])
+        clipped_sum = ClippedSum(family, 0.7)
+        with_row = clipped_sum(theta, Rows(features, rows.targets))
+        without = clipped_sum(theta, Rows(features, rows.targets, np.arange(len(rows)) != 3))
+        assert np.isfinite(with_row).all()
+        assert np.linalg.norm(with_row - without) <= 0.7 * (1 + 1e-9)
+        assert clipped_sum.sensitivity(mirrordp.Adjacency.ZERO_OUT) == 0.7
+        assert clipped_sum.sensitivity(mirrordp.Adjacency.REPLACE) == 1.4
+
+    def test_a_row_that_overflows_contributes_zero(self):
+        rows, theta = problem(LOGISTIC)
+        features = rows.features.copy()
+        features[3] = np.inf
+        clipped_sum = ClippedSum(LOGISTIC, 1.0)
+        found = clipped_sum(theta, Rows(features, rows.targets))
+        mask = np.arange(len(rows)) != 3
+        np.testing.assert_array_equal(
+            found, clipped_sum(theta, Rows(rows.features, rows.targets, mask))
+        )
+
+
+class TestPrivateDescent:
+    @staticmethod
+    def noise_only(num_steps, noise_multiplier=3.0, l2_clip_norm=0.5, learning_rate=2.0):
+        """Rows of zero features have gradient zero: what moves Θ is the noise."""
+        n, width = 50, 4000
+        rows = Rows(np.zeros((n, width)), np.ones((n, 1)))
+        mechanism = full_batch(
+            n, num_steps=num_steps, noise_multiplier=noise_multiplier, l2_clip_norm=l2_clip_norm
+        )
+        moved = linear.private_descent(
+            SQUARED_ERROR, np.zeros((width, 1)), rows, mechanism, learning_rate=learning_rate,
+            key=jax.random.key(num_steps),
+        )  # fmt: skip
+        return moved.ravel() / (learning_rate * noise_multiplier * l2_clip_norm / n)
+
+    def test_noise_has_the_stated_scale(self):
+        unit = self.noise_only(num_steps=1)
+        # The standard deviation of 4000 draws is known to 1.1%: five of those, and a wrong
+        # mechanism with two thirds or three halves of the noise fails.
+        assert abs(unit.std() - 1) < 5 * 0.012
+        assert not abs(unit.std() * 2 / 3 - 1) < 5 * 0.012
+        assert not abs(unit.std() * 3 / 2 - 1) < 5 * 0.012
+        assert abs(unit.mean()) < 5 / np.sqrt(4000)
+
+    def test_noise_is_fresh_in_each_step_and_iterates_are_averaged(self):
+        """The mean of z_1, ..., z_1 + ... + z_4 has variance (16 + 9 + 4 + 1)/16."""
+        unit = self.noise_only(num_steps=4)
+        assert unit.std() == pytest.approx(np.sqrt(30 / 16), rel=0.06)
+
+    def test_is_gradient_descent_and_forgets_the_first_eighth(self):
+        rows, theta = problem(SQUARED_ERROR)
+        mechanism = full_batch(len(rows), num_steps=16, noise_multiplier=1e-9, l2_clip_norm=1e3)
+        found = linear.private_descent(
+            SQUARED_ERROR, np.zeros_like(theta), rows, mechanism, learning_rate=0.5,
+            key=jax.random.key(0),
+        )  # fmt: skip
+        theta, kept = np.zeros_like(theta), []
+        for _ in range(16):
+            grad = rows.features.T @ (rows.features @ theta - rows.targets) / len(rows)
+            theta = theta - 0.5 * grad
+            kept.append(theta)
+        np.testing.assert_allclose(found, np.mean(kept[2:], axis=0), atol=1e-6)
+
+    def test_refuses_another_mechanism(self):
+        rows, theta = problem(SQUARED_ERROR)
+        for mechanism in (
+            full_batch(len(rows) + 1),
+            mirrordp.Mechanism(
+                sampling=mirrordp.PoissonSampling.for_batch_size(8, num_examples=len(rows)),
+                l2_clip_norm=1.0,
+                noise_multiplier=1.0,
+                num_steps=1,
+            ),
+            full_batch(len(rows), noise_multiplier=0.0),
+        ):
+            with pytest.raises(ValueError, match=r"full batches|noise"):
+                linear.private_descent(
+                    SQUARED_ERROR, theta, rows, mechanism, learning_rate=1.0, key=jax.random.key(0)
+                )
+
+
+class TestPublicObjective:
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_minimizer_is_stationary(self, name):
+        family, loss_fn = LOSSES[name]
+        rows, theta = problem(family, rows=60)
+        ridge = np.array([0.01] * (WIDTH - 1) + [0.0])
+        objective = linear.PublicObjective(family, rows, ridge, np.zeros_like(theta))
+        with jax.enable_x64(True):
+            batch = {"u": jnp.asarray(rows.features), "y": jnp.asarray(rows.targets)}
+            grad = jax.grad(lambda t: jnp.mean(jax.vmap(loss_fn, (None, 0))(t, batch)))
+            left = grad(jnp.asarray(objective.minimizer)) + ridge[:, None] * objective.minimizer
+        assert np.abs(left).max() < 1e-4
+
+    @pytest.mark.parametrize("name", ["squared error", "logistic", "Poisson"])
+    def test_whitening_makes_the_hessian_the_identity(self, name):
+        family, loss_fn = LOSSES[name]
+        rows, theta = problem(family, rows=200)
+        objective = linear.PublicObjective(family, rows, np.full(WIDTH, 1e-3), np.zeros_like(theta))
+        with jax.enable_x64(True):
+            batch = {"u": jnp.asarray(rows.features), "y": jnp.asarray(rows.targets)}
+
+            def mean_loss(flat):
+                return jnp.mean(jax.vmap(loss_fn, (None, 0))(flat[:, None], batch))
+
+            hessian = jax.hessian(mean_loss)(jnp.asarray(objective.minimizer[:, 0]))
+        basis = objective.whitening
+        whitened = basis @ (np.asarray(hessian) + 1e-3 * np.eye(WIDTH)) @ basis
+        np.testing.assert_allclose(whitened, np.eye(WIDTH), atol=1e-8)
+
+    def test_settings_follow_the_budget(self):
+        """Hopeless noise: stay at the public model. Hardly any: go far."""
+        rows, _ = problem(LOGISTIC, rows=100)
+
+        def choose(noise):
+            public = linear.PublicObjective.cross_validated(
+                LOGISTIC, rows, penalized=np.ones(WIDTH), rng=np.random.default_rng(0)
+            )
+            return linear.choose_settings(
+                public, lambda objective: objective.whitening, num_private=1000,
+                one_step_noise=noise, rng=np.random.default_rng(0),
+            )  # fmt: skip
+
+        assert choose(1e6).num_steps == 0
+        small, large = choose(100.0), choose(0.1)
+        assert large.num_steps * large.learning_rate > small.num_steps * small.learning_rate
+        assert large.l2_clip_norm >= small.l2_clip_norm
+
+
+# --- the estimators -------------------------------------------------------------------------------
+
+TASKS = {
+    "regression": PrivateLinearRegression,
+    "binary": PrivateLogisticRegression,
+    "multinomial": PrivateLogisticRegression,
+    "count": PrivatePoissonRegressor,
+}
+FEATURES = 6
+SCALES = np.arange(1, FEATURES + 1) ** -1.5
+
+
+def draw(task, rows, seed=0):
+    """Features of very different scale, not centred, and targets of the task's kind."""
+    truth = np.random.default_rng(123).normal(size=(FEATURES, 3)) / SCALES[:, None] / 2
+    rng = np.random.default_rng([seed, rows])
+    x = rng.normal(size=(rows, FEATURES))
+    scores = (x * SCALES) @ truth
+    y = {
+        "regression": lambda: 7 + 3 * (scores[:, 0] + 0.7 * rng.normal(size=rows)),
+        "binary": lambda: (rng.random(rows) < 1 / (1 + np.exp(-2 * scores[:, 0]))).astype(int),
+        "multinomial": lambda: np.argmax(2 * scores + rng.gumbel(size=scores.shape), axis=1),
+        "count": lambda: rng.poisson(np.exp(0.7 * scores[:, 0] + 1)),
+    }[task]()
+    return x * SCALES + 5 * SCALES, y
+
+
+def test_loss(task, model, x, y):
+    if task == "regression":
+        return np.mean((model.predict(x) - y) ** 2)
+    if task == "count":
+        mean = model.predict(x)
+        return np.mean(mean - y * np.log(mean))
+    return -np.mean(np.log(model.predict_proba(x)[np.arange(len(y)), y]))
+
+
+test_loss.__test__ = False
+
+
+@pytest.fixture(params=TASKS)
+def task(request):
+    return request.param
+
+
+class TestContract:
+    @pytest.mark.parametrize(
+        "estimator", [PrivateLinearRegression, PrivateLogisticRegression, PrivatePoissonRegressor]
+    )
+    def test_scikit_learn(self, estimator):
+        """No check is excepted: the checks set random_state, which makes fits repeatable.
+
+        `poor_score` is declared, because they ask for good predictions from a few dozen rows, which
+        no private estimator can make at ε = 1.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_estimator(estimator(random_state=0), on_skip=None)
+
+    def test_attributes(self, task):
+        x, y = draw(task, 300)
+        model = TASKS[task](random_state=0).fit(x, y, *draw(task, 60, seed=1))
+        classes = {"binary": 1, "multinomial": 3}.get(task)
+        assert model.coef_.shape == ((FEATURES,) if classes is None else (classes, FEATURES))
+        assert np.shape(model.intercept_) == (() if classes is None else (classes,))
+        assert model.n_features_in_ == FEATURES
+        assert isinstance(model.privacy_, mirrordp.RunReport)
+        assert model.privacy_.charged_steps == model.n_iter_ > 0
+        assert 0.99 < model.privacy_.epsilon <= 1.0
+        assert "exact mirror descent" in model.privacy_.to_json()
+        assert model.predict(x).shape == (300,)
+        if classes is not None:
+            np.testing.assert_allclose(model.predict_proba(x).sum(axis=1), 1)
+            assert list(model.classes_) == list(range(max(classes, 2)))
+        assert np.isfinite(model.score(x, y))
+
+    def test_without_intercept(self, task):
+        x, y = draw(task, 300)
+        model = TASKS[task](fit_intercept=False, random_state=0)
+        model.fit(x, y, *draw(task, 60, seed=1))
+        np.testing.assert_array_equal(model.intercept_, 0)
+
+    def test_randomness(self):
+        x, y = draw("regression", 100)
+        public = draw("regression", 30, seed=1)
+        fit = lambda seed: PrivateLinearRegression(random_state=seed).fit(x, y, *public)  # noqa: E731
+        first, second, fixed, again = fit(None), fit(None), fit(3), fit(3)
+        assert not np.allclose(first.coef_, second.coef_)
+        np.testing.assert_array_equal(fixed.coef_, again.coef_)
+        assert first.privacy_.seed is None
+        assert "not for release" in fixed.privacy_.privacy_card()
+        assert fit(np.random.default_rng(0)).privacy_.seed is not None
+        with pytest.raises(ValueError, match="random_state"):
+            fit("yes")
+
+    def test_settings_can_be_given(self):
+        x, y = draw("binary", 200)
+        model = PrivateLogisticRegression(
+            num_steps=5, l2_clip_norm=0.5, learning_rate=0.3, random_state=0
+        )
+        report = model.fit(x, y, *draw("binary", 40, seed=1)).privacy_
+        assert (report.charged_steps, report.l2_clip_norm) == (5, 0.5)
+        assert report.results["learning_rate"] == 0.3
+
+    def test_replace_needs_twice_the_noise(self):
+        x, y = draw("binary", 200)
+        public = draw("binary", 40, seed=1)
+        sigma = [
+            PrivateLogisticRegression(num_steps=4, adjacency=adjacency, random_state=0)
+            .fit(x, y, *public)
+            .privacy_.noise_multiplier
+            for adjacency in ("zero-out", "replace")
+        ]
+        assert sigma[1] == pytest.approx(2 * sigma[0], rel=0.02)
+
+
+class TestPrivacy:
+    def test_private_rows_decide_neither_bounds_nor_scaling(self, task, monkeypatch):
+        """Private rows a million times as large: the same C, T, η, σ, start and coordinates."""
+        seen = []
+
+        def record(family, theta, rows, mechanism, **options):
+            seen.append((theta, mechanism, options["learning_rate"], rows.features))
+            return theta
+
+        monkeypatch.setattr(linear, "private_descent", record)
+        x, y = draw(task, 200)
+        public = draw(task, 60, seed=1)
+        for factor in (1.0, 1e6):
+            TASKS[task](random_state=0).fit(factor * x, y, *public)
+        (theta, mechanism, rate, rows), (other_theta, other, other_rate, other_rows) = seen
+        np.testing.assert_array_equal(theta, other_theta)
+        assert mechanism == other
+        assert rate == other_rate
+        # u = ((x − shift) · factor, 1) B is affine in x, with the same shift, factor and B.
+        at_zero = rows - (other_rows - rows) / (1e6 - 1)
+        np.testing.assert_allclose(at_zero, np.broadcast_to(at_zero[0], at_zero.shape), atol=1e-6)
+
+    def test_a_private_row_of_unknown_class_contributes_nothing(self):
+        x, y = draw("multinomial", 200)
+        public = draw("multinomial", 60, seed=1)
+        y[5] = 17
+        changed = x.copy()
+        changed[5] = 1e5
+        coefficients = []
+        for rows in (x, changed):
+            with pytest.warns(UnprotectedWarning, match="1 private rows"):
+                model = PrivateLogisticRegression(random_state=0).fit(rows, y, *public)
+            coefficients.append(model.coef_)
+            assert model.privacy_.num_examples == 200
+        np.testing.assert_array_equal(*coefficients)
+        known = y.copy()
+        known[5] = 0
+        other = PrivateLogisticRegression(random_state=0).fit(changed, known, *public)
+        assert not np.array_equal(other.coef_, coefficients[0])
+
+    def test_where_the_classes_come_from(self):
+        x, y = draw("binary", 200)
+        labels = np.array(["no", "yes"])[y]
+        public_x, public_y = draw("binary", 40, seed=1)
+        public = (public_x, np.array(["no", "yes"])[public_y])
+        with_public = PrivateLogisticRegression(random_state=0).fit(x, labels, *public)
+        assert list(with_public.classes_) == ["no", "yes"]
+        assert set(with_public.predict(x)) == {"no", "yes"}
+        assert with_public.privacy_.shown_without_protection == ()
+        given = PrivateLogisticRegression(
+            classes=["maybe", "no", "yes"], row_norm_bound=10.0, random_state=0
+        ).fit(x, labels)
+        assert list(given.classes_) == ["maybe", "no", "yes"]
+        assert given.privacy_.shown_without_protection == ()
+        private_only = PrivateLogisticRegression(row_norm_bound=10.0, random_state=0).fit(x, labels)
+        (line,) = private_only.privacy_.shown_without_protection
+        assert "set of labels" in line
+        # A class that public rows lack is possible all the same.
+        absent = PrivateLogisticRegression(classes=["maybe", "no", "yes"], random_state=0)
+        absent.fit(x, labels, *public)
+        assert np.isfinite(absent.coef_).all()
+        assert absent.predict_proba(x)[:, 0].min() > 0
+
+    def test_a_hopeless_budget_returns_the_public_model_and_spends_nothing(self, task):
+        x, y = draw(task, 100)
+        model = TASKS[task](epsilon=1e-5, random_state=0).fit(x, y, *draw(task, 60, seed=1))
+        other = TASKS[task](epsilon=1e-5, random_state=1).fit(-x, y, *draw(task, 60, seed=1))
+        assert model.n_iter_ == 0
+        assert model.privacy_.epsilon == 0
+        np.testing.assert_array_equal(model.coef_, other.coef_)
+
+    def test_a_column_that_is_constant_on_public_rows_is_left_out(self):
+        x, y = draw("regression", 100)
+        public_x, public_y = draw("regression", 40, seed=1)
+        x, public_x = (np.column_stack([part, np.full(len(part), 3.0)]) for part in (x, public_x))
+        x[:, -1] = np.arange(100)
+        model = PrivateLinearRegression(random_state=0).fit(x, y, public_x, public_y)
+        assert model.coef_[-1] == 0
+
+
+class TestMistakes:
+    def test_what_is_not_finite_is_refused_for_the_operator_only(self, task):
+        x, y = draw(task, 50)
+        bad = x.copy()
+        bad[3, 2] = np.nan
+        with pytest.raises(ValueError, match=r"1 values that are NaN.*columns \[2\]") as error:
+            TASKS[task]().fit(bad, y)
+        assert UNPROTECTED in str(error.value)
+        with pytest.raises(ValueError, match="X_public must be finite") as error:
+            TASKS[task]().fit(x, y, bad, y)
+        assert UNPROTECTED not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("parameters", "message"),
+        [
+            ({"epsilon": 0}, "epsilon"),
+            ({"epsilon": -1.0}, "epsilon"),
+            ({"epsilon": np.inf}, "epsilon"),
+            ({"delta": 0.0}, "delta"),
+            ({"delta": 1.0}, "delta"),
+            ({"method": "magic"}, "method"),
+            ({"num_steps": 0}, "num_steps"),
+            ({"l2_clip_norm": -1.0}, "l2_clip_norm"),
+            ({"learning_rate": 0.0}, "learning_rate"),
+            ({"row_norm_bound": 0.0}, "row_norm_bound"),
+            ({"adjacency": "add-remove"}, "adjacency"),
+            ({"target_range": (1.0, 1.0)}, "target_range"),
+        ],
+    )
+    def test_parameters(self, parameters, message):
+        x, y = draw("regression", 50)
+        with pytest.raises(ValueError, match=message):
+            PrivateLinearRegression(**parameters).fit(x, y, x, y)
+
+    def test_shapes(self, task):
+        x, y = draw(task, 50)
+        model = TASKS[task]()
+        with pytest.raises(ValueError, match="go together"):
+            model.fit(x, y, X_public=x)
+        with pytest.raises(ValueError, match="equally many rows"):
+            model.fit(x, y[:-1])
+        with pytest.raises(ValueError, match="y_public must have equally many rows"):
+            model.fit(x, y, x, y[:-1])
+        with pytest.raises(ValueError, match="features"):
+            model.fit(x, y, x[:, 1:], y)
+        with pytest.raises(ValueError, match="50 booleans"):
+            model.fit(x, y, x, y, counts=np.ones(49, bool))
+
+    def test_targets(self):
+        x, y = draw("binary", 50)
+        with pytest.raises(ValueError, match="must hold numbers"):
+            PrivateLinearRegression().fit(x, np.array(["a", "b"])[y])
+        with pytest.raises(ValueError, match=r"counts of at least 0") as error:
+            PrivatePoissonRegressor().fit(x, -y)
+        assert UNPROTECTED in str(error.value)
+        with pytest.raises(ValueError, match="two classes, got one class"):
+            PrivateLogisticRegression().fit(x, y, x, np.zeros(50, int))
+        with pytest.raises(ValueError, match=r"y_public must hold labels out of classes"):
+            PrivateLogisticRegression(classes=[0, 1]).fit(x, y, x, y + 1)
+
+    def test_without_public_rows_or_bounds_there_is_a_warning(self, task):
+        x, y = draw(task, 50)
+        with pytest.warns(UserWarning, match="nothing is scaled"):
+            TASKS[task](random_state=0).fit(x, y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TASKS[task](row_norm_bound=10.0, random_state=0).fit(x, y)
+
+
+class TestQuality:
+    def test_better_than_cold_and_than_public_alone(self, task):
+        """Paired over five data sets: the mean gain is many times its standard error."""
+        gains = {"cold": [], "public": []}
+        for seed in range(5):
+            x, y = draw(task, 3000, seed=3 * seed)
+            public = draw(task, 60, seed=3 * seed + 1)
+            test = draw(task, 3000, seed=3 * seed + 2)
+            models = {
+                "ours": TASKS[task](random_state=seed).fit(x, y, *public),
+                "cold": TASKS[task](row_norm_bound=10.0, random_state=seed).fit(x, y),
+                "public": TASKS[task](epsilon=1e-6, random_state=seed).fit(x, y, *public),
+            }
+            losses = {name: test_loss(task, model, *test) for name, model in models.items()}
+            for name, values in gains.items():
+                values.append(losses[name] - losses["ours"])
+        for values in gains.values():
+            error = np.std(values, ddof=1) / np.sqrt(len(values))
+            assert np.mean(values) > 3 * error > 0
+
+    def test_a_larger_budget_is_not_worse(self, task):
+        x, y = draw(task, 3000)
+        public, test = draw(task, 60, seed=1), draw(task, 3000, seed=2)
+        losses = [
+            np.mean(
+                [
+                    test_loss(
+                        task,
+                        TASKS[task](epsilon=epsilon, random_state=seed).fit(x, y, *public),
+                        *test,
+                    )
+                    for seed in range(3)
+                ]
+            )
+            for epsilon in (0.05, 5.0)
+        ]
+        assert losses[1] < losses[0]
+
+    def test_warm_dp_sgd_is_offered_for_comparison(self):
+        x, y = draw("regression", 500)
+        model = PrivateLinearRegression(method="dpsgd", random_state=0)
+        model.fit(x, y, *draw("regression", 60, seed=1))
+        assert model.privacy_.results["method"] == "warm DP-SGD"
+
+    def test_target_range_scales_and_clips(self):
+        x, y = draw("regression", 2000)
+        y[0] = 1e9
+        model = PrivateLinearRegression(
+            epsilon=5.0, row_norm_bound=10.0, target_range=(0, 15), random_state=0
+        ).fit(x, y)
+        assert np.mean((model.predict(x[1:]) - y[1:]) ** 2) < np.var(y[1:])
+
+
+def test_docstrings_name_every_parameter():
+    for cls in (PrivateLinearRegression, PrivateLogisticRegression, PrivatePoissonRegressor):
+        for name in cls().get_params():
+            assert f"        {name}: " in cls.__doc__
+        assert "privacy_: " in cls.__doc__
+    assert estimators.METHODS == ("auto", "exact", "dpsgd")
