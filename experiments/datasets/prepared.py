@@ -34,10 +34,11 @@ class Prepared:
             examples without noise.
     """
 
-    private: Any
-    public: Any
-    validation: Any
-    test: Any
+    # Not in repr: a traceback that prints this object must not print private examples.
+    private: Any = dataclasses.field(repr=False)
+    public: Any = dataclasses.field(repr=False)
+    validation: Any = dataclasses.field(repr=False)
+    test: Any = dataclasses.field(repr=False)
     label: str
     is_complete: bool
     facts: dict[str, Any]
