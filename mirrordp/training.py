@@ -23,7 +23,14 @@ import numpy as np
 import optax
 
 from mirrordp import _validate, schedules
-from mirrordp.clipping import ClippedGrad, merge, trainable_part, with_key
+from mirrordp.clipping import (
+    ClippedGrad,
+    frozen_mask,
+    merge,
+    thawed_mask,
+    trainable_part,
+    with_key,
+)
 from mirrordp.data import (
     Overlap,
     PrivateData,
@@ -105,7 +112,7 @@ class TrainStep:
         scale_noise: see `mirrordp.mix_public_gradient`.
         noisy_clip_norm: clip the released gradient once more, as the paper does for images.
         average: an average of the iterates to keep, or None.
-        trainable: frozen form of the tree of booleans; see `frozen_mask`.
+        trainable: frozen form of the tree of booleans; see `mirrordp.clipping.frozen_mask`.
         microbatch_size: as in `mirrordp.clipped_grad`.
         show_unprivatized: compute `info.unprivatized`; zeros otherwise.
     """
@@ -124,10 +131,7 @@ class TrainStep:
 
     @property
     def _mask(self) -> PyTree | None:
-        if self.trainable is None:
-            return None
-        treedef, leaves = self.trainable
-        return jax.tree.unflatten(treedef, leaves)
+        return thawed_mask(self.trainable)
 
     @property
     def clipped_grad(self) -> ClippedGrad:
@@ -259,14 +263,6 @@ class TrainStep:
             ),
         )
         return TrainState(step, params, opt_state, noise_state, average), info
-
-
-def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
-    """A hashable form of a tree (or prefix) of booleans over `params`."""
-    if trainable is None:
-        return None
-    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
-    return treedef, tuple(bool(leaf) for leaf in leaves)
 
 
 def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
@@ -421,7 +417,7 @@ def train(
         overlap: what to do about private rows that equal a public row.
         seed: makes the run reproducible and therefore not for release; by default all randomness
             comes from the operating system.
-        steps_per_call: steps per compiled call, and between two yields.
+        steps_per_call: steps between two yields.
         stream: keep private rows in host memory and send them batch by batch, prepared while the
             device computes; by default only if they do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
@@ -457,6 +453,10 @@ def train(
     return _generate(plan, plan.mechanism.batches(len(private), rng), keys)
 
 
+# Enough to hide the host behind the device, few enough that idle passes do not cost much.
+_MAX_PASSES_PER_CALL = 50
+
+
 class Plan(NamedTuple):
     """A checked request: all that training needs but randomness. One row of `alphas` per run."""
 
@@ -484,6 +484,12 @@ class Plan(NamedTuple):
     def starts(self) -> range:
         """The first steps of the blocks between two yields."""
         return range(0, self.alphas.shape[1], self.steps_per_call)
+
+    @property
+    def passes_per_call(self) -> int:
+        """Passes of one compiled call: what has to be idle in the last one of a block is less."""
+        calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
+        return -(-self.steps_per_call // calls)
 
     def block(self, start: int) -> np.ndarray:
         """α of the steps of one block."""
@@ -610,7 +616,7 @@ def prepared_blocks(
 
     def prepare(start: int) -> list[Passes]:
         capacity = plan.mechanism.sampling.capacity
-        return pack(plan.block(start), batches, capacity, plan.steps_per_call, host_arrays)
+        return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
 
     with ThreadPoolExecutor(max_workers=1) as executor:
         upcoming = executor.submit(prepare, 0)
