@@ -122,6 +122,22 @@ def verdict(found: Sequence[Record]) -> list[str]:
     return missed
 
 
+def ties(found: Sequence[Record]) -> list[str]:
+    """Where a private competitor is no better, but ours not by more than two standard errors."""
+    tied = []
+    for dataset, metrics in METRICS.items():
+        for metric, label, _, sign in metrics:
+            for epsilon in EPSILONS:
+                for method in PRIVATE[1:]:
+                    mean, error = advantage(found, dataset, method, epsilon, metric, sign)
+                    if 0 <= mean <= 2 * error:
+                        tied.append(
+                            f"{TITLES[dataset]}, {label}, ε = {epsilon:g}: {LABELS[method]} is "
+                            f"worse by {mean:.4g} only (standard error {error:.2g})"
+                        )
+    return tied
+
+
 def excess(
     found: Sequence[Record],
     dataset: str,
@@ -209,6 +225,9 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
             "",
         ]
     )
+    tied = ties(found)
+    if tied:
+        text += "\n".join(["", "Not told apart at:", "", *(f"- {line}" for line in tied), ""])
     text += f"\n{made_by(found)}"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     draw(found, folder / f"{name}.png")

@@ -224,6 +224,8 @@ def test_the_verdict_is_paired_and_honest():
     missed = report.verdict(fake_records(better=-5))
     assert len(missed) == 2 * 3 * 5
     assert "warm DP-SGD is better by 5" in missed[0]
+    assert report.ties(fake_records(better=5)) == []
+    assert len(report.ties(fake_records(better=0))) == 2 * 3 * 3
     mean, error = report.advantage(fake_records(5), "housing", methods.WARM, 1.0, "rmse", -1)
     assert (mean, error) == (5.0, 0.0)
 
