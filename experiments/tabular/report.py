@@ -214,7 +214,7 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
     if not found:
         raise SystemExit("expected finished lines to draw, got none; run without --plot-only.")
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(found)
+    text = table(found) + "\n"
     missed = verdict(found)
     text += "\n".join(
         ["The goal is missed at:", "", *(f"- {line}" for line in missed), ""]
