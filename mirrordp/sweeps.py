@@ -171,10 +171,15 @@ def _stack(trees: Sequence[Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("train_step", "may_skip"))
 def _run_all(train_step, may_skip, states, partial_sums, inputs, private, excluded, public, keys):
-    # The rows of `is_last` belong to all runs: mapping over them would turn one select into many.
-    axes = jax.tree.map(lambda _: 0, inputs._replace(is_last=None))
-    axes = axes._replace(is_last=None)
     scan = functools.partial(scan_passes, train_step, may_skip)
+    if inputs.alpha.shape[0] == 1:
+        # Mapping over an axis of length one would only cost.
+        one = functools.partial(jax.tree.map, lambda leaf: leaf[0])
+        inputs = one(inputs._replace(is_last=None))._replace(is_last=inputs.is_last)
+        found = scan(one(states), one(partial_sums), inputs, private, excluded, public, one(keys))
+        return jax.tree.map(lambda leaf: leaf[None], found)
+    # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
+    axes = jax.tree.map(lambda _: 0, inputs._replace(is_last=None))
     return jax.vmap(scan, in_axes=(0, 0, axes, None, None, None, 0))(
         states, partial_sums, inputs, private, excluded, public, keys
     )

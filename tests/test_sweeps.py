@@ -79,6 +79,13 @@ def test_a_sweep_is_its_runs(options):
         )
 
 
+def test_a_sweep_of_one():
+    states, [info] = last(sweep(RUNS[2:3]))
+    expected, _ = alone(RUNS[2])
+    np.testing.assert_allclose(states.params[0], expected.params, rtol=2e-5)
+    assert info.charged_steps == 9
+
+
 def test_runs_have_their_own_noise_and_batches():
     states, infos = last(sweep([Run(seed=seed) for seed in (1, 2, 1)], show_unprivatized=True))
     first, second, again = (np.asarray(row) for row in states.params)
