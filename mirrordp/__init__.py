@@ -4,6 +4,7 @@ from mirrordp import accounting, ghost, mirror, schedules, theory
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
 from mirrordp.clipping import ClippedGrad, clipped_grad
 from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp.exact import algorithm_1, paper_mechanism
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
@@ -16,7 +17,15 @@ from mirrordp.sampling import (
     PoissonSampling,
 )
 from mirrordp.training import TrainInfo, TrainState, TrainStep, train
-from mirrordp.updates import ExponentialAverage, UniformAverage, mix_public_gradient
+from mirrordp.updates import (
+    ExponentialAverage,
+    UniformAverage,
+    accelerated_mirror_descent,
+    lazy_mirror_descent,
+    linearized_lazy_mirror_descent,
+    mirror_descent,
+    mix_public_gradient,
+)
 
 __version__ = "0.1.0"
 
@@ -44,11 +53,17 @@ __all__ = [
     "UnprotectedWarning",
     "UnsupportedError",
     "WarmStart",
+    "accelerated_mirror_descent",
     "accounting",
+    "algorithm_1",
     "clipped_grad",
     "ghost",
+    "lazy_mirror_descent",
+    "linearized_lazy_mirror_descent",
     "mirror",
+    "mirror_descent",
     "mix_public_gradient",
+    "paper_mechanism",
     "schedules",
     "split",
     "theory",
