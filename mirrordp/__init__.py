@@ -16,6 +16,7 @@ from mirrordp.sampling import (
     FullBatch,
     PoissonSampling,
 )
+from mirrordp.sweeps import Run, train_sweep
 from mirrordp.training import TrainInfo, TrainState, TrainStep, train
 from mirrordp.updates import (
     ExponentialAverage,
@@ -45,6 +46,7 @@ __all__ = [
     "PoissonSampling",
     "PrivateData",
     "PublicData",
+    "Run",
     "RunReport",
     "TrainInfo",
     "TrainState",
@@ -68,5 +70,6 @@ __all__ = [
     "split",
     "theory",
     "train",
+    "train_sweep",
     "warm_start",
 ]
