@@ -1,9 +1,18 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import accounting, ghost, mirror, schedules, theory
+from mirrordp import accounting, federated, ghost, mirror, schedules, theory
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
 from mirrordp.clipping import ClippedGrad, clipped_grad
-from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp.data import (
+    Overlap,
+    PrivateClients,
+    PrivateData,
+    PublicClients,
+    PublicData,
+    UnprotectedWarning,
+    split,
+)
+from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
@@ -22,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accountant",
+    "AdaptiveClip",
     "Adjacency",
     "BandedNoise",
     "ClippedGrad",
@@ -34,7 +44,9 @@ __all__ = [
     "Mechanism",
     "Overlap",
     "PoissonSampling",
+    "PrivateClients",
     "PrivateData",
+    "PublicClients",
     "PublicData",
     "RunReport",
     "TrainInfo",
@@ -46,6 +58,8 @@ __all__ = [
     "WarmStart",
     "accounting",
     "clipped_grad",
+    "federated",
+    "federated_train",
     "ghost",
     "mirror",
     "mix_public_gradient",
@@ -54,4 +68,5 @@ __all__ = [
     "theory",
     "train",
     "warm_start",
+    "warm_start_clients",
 ]

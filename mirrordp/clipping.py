@@ -10,7 +10,7 @@ nobody derives it again. This is the oracle, over `jax_privacy.clipped_grad`, fo
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def clipped_grad(
         keep_batch_dim=False,
         return_values=True,
         return_grad_norms=True,
-        pre_clipping_transform=lambda grad: _bounded(grad, l2_clip_norm),
+        pre_clipping_transform=lambda grad: bounded(grad, l2_clip_norm),
         microbatch_size=microbatch_size,
     )
 
@@ -177,7 +177,7 @@ def clipped_grad(
     return ClippedGrad(with_stats, float(l2_clip_norm), takes_key(loss_fn))
 
 
-def _bounded(grad: PyTree, l2_clip_norm: float) -> PyTree:
+def bounded(grad: PyTree, l2_clip_norm: Any) -> PyTree:
     """One example's gradient in units of C: finite, wide enough, and safe to square.
 
     Scaling a vector whose largest entry exceeds one down to largest entry one leaves

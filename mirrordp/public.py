@@ -69,6 +69,7 @@ def warm_start(
     optimizer: optax.GradientTransformation | None = None,
     batch_size: int | None = 32,
     holdout_fraction: float = 0.2,
+    holdout: PublicData | None = None,
     patience: int = 10,
     max_epochs: int = 500,
     trainable: PyTree | None = None,
@@ -87,6 +88,7 @@ def warm_start(
         optimizer: an optax optimiser; by default Adam with learning rate 1e-3.
         batch_size: rows of a mini-batch; None takes all at once.
         holdout_fraction: the share of the public rows that judges.
+        holdout: public rows of your own that judge; all of `public` is then learned from.
         patience: stop after so many epochs without improvement.
         max_epochs: stop at the latest after so many; `converged` is then False.
         trainable: as in `mirrordp.clipped_grad`.
@@ -100,15 +102,25 @@ def warm_start(
     _validate.positive_integer(patience=patience, max_epochs=max_epochs)
     if batch_size is not None:
         _validate.positive_integer(batch_size=batch_size)
-    if len(public) < 2:
+    if holdout is not None:
+        require_public(holdout, "holdout")
+    elif len(public) < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
     optimizer = optimizer or optax.adam(1e-3)
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(public))
-    num_holdout = min(max(1, round(holdout_fraction * len(public))), len(public) - 1)
+    num_holdout = 0
+    if holdout is None:
+        num_holdout = min(max(1, round(holdout_fraction * len(public))), len(public) - 1)
     take = lambda rows: jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), public.arrays)  # noqa: E731
-    holdout, train = take(order[:num_holdout]), take(order[num_holdout:])
+    train = take(order[num_holdout:])
+    judges = take(order[:num_holdout]) if holdout is None else jax.device_put(holdout.arrays)
+    # A fixed key: epochs are compared under the same dropout or augmentation.
+    judge_keys = jax.random.split(
+        jax.random.split(jax.random.key(0))[1], len(jax.tree.leaves(judges)[0])
+    )
+    keyed_loss = with_key(loss_fn)
     num_train = len(public) - num_holdout
     size = num_train if batch_size is None else min(batch_size, num_train)
     gradient = public_grad(loss_fn, trainable=trainable)
@@ -126,9 +138,10 @@ def warm_start(
 
         keys = jax.random.split(key, rows.shape[0])
         (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
-        # A fixed key: epochs are compared under the same dropout or augmentation.
-        holdout_loss, _ = gradient(params, holdout, jax.random.key(0))
-        return params, opt_state, jnp.mean(losses), holdout_loss
+        holdout_losses = jax.lax.map(
+            lambda judge: keyed_loss(params, *judge), (judges, judge_keys), batch_size=256
+        )
+        return params, opt_state, jnp.mean(losses), jnp.mean(holdout_losses)
 
     opt_state = optimizer.init(trainable_part(params, trainable))
     best, best_loss, best_epoch, number = params, np.inf, 0, 0

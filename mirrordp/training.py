@@ -140,7 +140,7 @@ class TrainStep:
     def init(self, params: Params, key: jax.Array) -> TrainState:
         """The state before the first step; `key` seeds the noise and must be secret."""
         part = trainable_part(params, self._mask)
-        wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), part)
+        wide = jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), part)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=params,
@@ -152,7 +152,7 @@ class TrainStep:
     def zero_sum(self, params: Params) -> PyTree:
         """The sum over an empty batch."""
         part = trainable_part(params, self._mask)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), part)
 
     def __call__(
         self,
@@ -267,7 +267,8 @@ def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
     return treedef, tuple(bool(leaf) for leaf in leaves)
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
+    """float32, or `dtype` where that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -441,7 +442,7 @@ def train(
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
     alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
-    _check_charged_steps(alphas, mechanism)
+    check_charged_steps(alphas, mechanism)
     public_arrays = _check_public(public, alphas, needs_rows=bool((alphas < 1).any()))
     rng, keys = randomness(seed)
     batches = mechanism.batches(len(private), rng)
@@ -462,9 +463,9 @@ def train(
         microbatch_size=microbatch_size,
         show_unprivatized=show_unprivatized,
     )
-    _check_loss("loss_fn", loss_fn, params, private.arrays)
+    check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
-        _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
+        check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
     if ledger is None:
         ledger = Ledger(mechanism.adjacency)
@@ -566,7 +567,8 @@ def _pack(
     return calls
 
 
-def _check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+def check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+    """Raises unless the mechanism was made for as many steps as read private data."""
     charged = int((alphas > 0).sum())
     if charged > mechanism.num_steps:
         raise ValueError(
@@ -591,7 +593,7 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
+def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
     example = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
