@@ -85,6 +85,19 @@ def with_key(loss_fn: LossFn) -> LossFn:
     return lambda params, example, key: loss_fn(params, example)
 
 
+def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
+    """A hashable form of a tree (or prefix) of booleans over `params`, for static arguments."""
+    if trainable is None:
+        return None
+    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
+    return treedef, tuple(bool(leaf) for leaf in leaves)
+
+
+def thawed_mask(frozen: Any) -> PyTree | None:
+    """The tree of booleans that `frozen_mask` made hashable."""
+    return None if frozen is None else jax.tree.unflatten(*frozen)
+
+
 def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:
     """`params` with its frozen leaves replaced by None, which JAX reads as "no leaf here".
 

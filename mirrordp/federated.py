@@ -29,7 +29,15 @@ import numpy as np
 import optax
 
 from mirrordp import _validate, accounting, schedules
-from mirrordp.clipping import bounded, merge, takes_key, trainable_part, with_key
+from mirrordp.clipping import (
+    bounded,
+    frozen_mask,
+    merge,
+    takes_key,
+    thawed_mask,
+    trainable_part,
+    with_key,
+)
 from mirrordp.data import (
     ClientData,
     Overlap,
@@ -43,14 +51,7 @@ from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import WarmStart, public_grad, warm_start
 from mirrordp.sampling import PADDING, passes
-from mirrordp.training import (
-    Unprivatized,
-    check_charged_steps,
-    check_loss,
-    frozen_mask,
-    randomness,
-    wide,
-)
+from mirrordp.training import Unprivatized, check_charged_steps, check_loss, randomness
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
 
@@ -170,7 +171,7 @@ def clip_delta(delta: PyTree, l2_clip_norm: jax.typing.ArrayLike) -> ClippedDelt
     scale = 1 / jnp.maximum(optax.tree.norm(units) * (1 + _ROUNDING), 1)
     clipped = jax.tree.map(lambda leaf: leaf * (scale * l2_clip_norm).astype(leaf.dtype), units)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(delta)]))
-    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), delta))
+    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), delta))
     return ClippedDelta(clipped, norm, finite)
 
 
@@ -321,7 +322,7 @@ class FederatedStep:
         scale_noise: see `mirrordp.mix_public_gradient`.
         adaptive_clip: let the clip norm follow a quantile; begins at `mechanism.l2_clip_norm`.
         average: an average of the iterates to keep, or None.
-        trainable: frozen form of the tree of booleans; see `frozen_mask`.
+        trainable: frozen form of the tree of booleans; see `mirrordp.clipping.frozen_mask`.
         show_unprivatized: compute `info.unprivatized`; zeros otherwise.
     """
 
@@ -367,10 +368,7 @@ class FederatedStep:
 
     @property
     def _mask(self) -> PyTree | None:
-        if self.trainable is None:
-            return None
-        treedef, leaves = self.trainable
-        return jax.tree.unflatten(treedef, leaves)
+        return thawed_mask(self.trainable)
 
     def init(self, params: Params, key: jax.Array) -> FederatedState:
         """The state before the first round; `key` seeds the noise and must be secret."""
@@ -387,7 +385,7 @@ class FederatedStep:
         """The sum over nobody."""
         part = trainable_part(params, self._mask)
         return Contribution(
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), part),
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part),
             None if self.adaptive_clip is None else jnp.zeros([]),
         )
 
@@ -600,6 +598,10 @@ class FederatedStep:
         )
         params = merge(part, state.params)
         return FederatedState(number, params, opt_state, noise_state, clip_norm, average), info
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _tree(tree: Any) -> Any:

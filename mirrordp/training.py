@@ -12,7 +12,6 @@ above the capacity is finished in further passes of the same shape before the no
 """
 
 import dataclasses
-import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,14 @@ import numpy as np
 import optax
 
 from mirrordp import _validate, schedules
-from mirrordp.clipping import ClippedGrad, merge, trainable_part, with_key
+from mirrordp.clipping import (
+    ClippedGrad,
+    frozen_mask,
+    merge,
+    thawed_mask,
+    trainable_part,
+    with_key,
+)
 from mirrordp.data import (
     Overlap,
     PrivateData,
@@ -106,7 +112,7 @@ class TrainStep:
         scale_noise: see `mirrordp.mix_public_gradient`.
         noisy_clip_norm: clip the released gradient once more, as the paper does for images.
         average: an average of the iterates to keep, or None.
-        trainable: frozen form of the tree of booleans; see `frozen_mask`.
+        trainable: frozen form of the tree of booleans; see `mirrordp.clipping.frozen_mask`.
         microbatch_size: as in `mirrordp.clipped_grad`.
         show_unprivatized: compute `info.unprivatized`; zeros otherwise.
     """
@@ -125,10 +131,7 @@ class TrainStep:
 
     @property
     def _mask(self) -> PyTree | None:
-        if self.trainable is None:
-            return None
-        treedef, leaves = self.trainable
-        return jax.tree.unflatten(treedef, leaves)
+        return thawed_mask(self.trainable)
 
     @property
     def clipped_grad(self) -> ClippedGrad:
@@ -140,7 +143,7 @@ class TrainStep:
     def init(self, params: Params, key: jax.Array) -> TrainState:
         """The state before the first step; `key` seeds the noise and must be secret."""
         part = trainable_part(params, self._mask)
-        wide = jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), part)
+        wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), part)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=params,
@@ -149,10 +152,11 @@ class TrainStep:
             average=None if self.average is None else params,
         )
 
-    def zero_sum(self, params: Params) -> PyTree:
-        """The sum over an empty batch."""
+    def nothing_yet(self, params: Params) -> tuple[PyTree, Unprivatized]:
+        """What `private_sum` gives for an empty batch."""
         part = trainable_part(params, self._mask)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), part)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
+        return zero, Unprivatized(*jnp.zeros([3]))
 
     def __call__(
         self,
@@ -214,10 +218,12 @@ class TrainStep:
             )
             return self.mechanism.mean(noisy_sum), noise_state
 
-        def skip(noise_state):
-            return jax.tree.map(jnp.zeros_like, clipped_sum), noise_state
-
-        private_grad, noise_state = jax.lax.cond(alpha > 0, release, skip, state.noise_state)
+        # Where α = 0 nothing is released and no noise is used up.
+        private_grad, noise_state = _select(
+            alpha > 0,
+            release(state.noise_state),
+            (jax.tree.map(jnp.zeros_like, clipped_sum), state.noise_state),
+        )
         noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
             clip = optax.clip_by_global_norm(self.noisy_clip_norm)
@@ -259,20 +265,16 @@ class TrainStep:
         return TrainState(step, params, opt_state, noise_state, average), info
 
 
-def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
-    """A hashable form of a tree (or prefix) of booleans over `params`."""
-    if trainable is None:
-        return None
-    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
-    return treedef, tuple(bool(leaf) for leaf in leaves)
+def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    """One of two trees, leaf by leaf; leaves that are the same array are left as they are."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
-def wide(dtype: Any) -> Any:
-    """float32, or `dtype` where that is wider."""
+def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Independent randomness for the parts of a run, none of it shared with sampling."""
 
     noise: jax.Array
@@ -280,7 +282,7 @@ class _Keys(NamedTuple):
     public: jax.Array
 
 
-def randomness(seed: int | None) -> tuple[np.random.Generator, _Keys]:
+def randomness(seed: int | None) -> tuple[np.random.Generator, Keys]:
     """A host generator for sampling and keys for everything else, all independent.
 
     Without a seed the operating system provides the entropy, which is written down nowhere. A run
@@ -292,33 +294,36 @@ def randomness(seed: int | None) -> tuple[np.random.Generator, _Keys]:
         jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")
         for part in rest
     ]
-    return np.random.default_rng(sampling), _Keys(*keys)
+    return np.random.default_rng(sampling), Keys(*keys)
 
 
-class _Passes(NamedTuple):
+class Passes(NamedTuple):
     """Inputs of a compiled call: one row per pass, padded with idle passes to a fixed number."""
 
     indices: Any  # [passes, capacity], PADDING where there is no example
     batch: Any  # the examples themselves where data is streamed, else None
     alpha: Any  # [passes]
-    is_active: Any  # [passes] False for idle passes at the end of a call
-    is_last: Any  # [passes] True where a step's sum is complete
+    is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
 
 
-@functools.partial(jax.jit, static_argnames="train_step")
-def _run_passes(
+def scan_passes(
     train_step: TrainStep,
+    may_skip: bool,
     state: TrainState,
     partial_sum: tuple[PyTree, Unprivatized],
-    inputs: _Passes,
+    inputs: Passes,
     private: Batch | None,
     excluded: jax.Array,
     public: Batch | None,
-    keys: _Keys,
+    keys: Keys,
 ):
-    """Scans over passes; carries the state and the sum of the step in progress."""
-    zero = (train_step.zero_sum(state.params), Unprivatized(*jnp.zeros([3])))
-    no_info = StepInfo(jnp.zeros([]), jnp.zeros([]), zero[1])
+    """Scans over passes; carries the state and the sum of the step in progress.
+
+    What a pass must not touch is put back by selection, not by branching: a branch would make the
+    host wait for the device at every step, and under `vmap` it becomes a selection anyway. Only
+    where α = 0 occurs (`may_skip`) is there a branch, around the private gradient.
+    """
+    zero = train_step.nothing_yet(state.params)
     takes_key = train_step.clipped_grad.takes_key
 
     def add_pass(state, partial_sum, x):
@@ -336,25 +341,25 @@ def _run_passes(
         return jax.tree.map(jnp.add, partial_sum, new)
 
     def body(carry, x):
-        def active(carry):
-            state, partial_sum = carry
+        state, partial_sum = carry
+        if may_skip:
             partial_sum = jax.lax.cond(
                 x.alpha > 0, lambda: add_pass(state, partial_sum, x), lambda: partial_sum
             )
-
-            def finish():
-                public_key = jax.random.fold_in(keys.public, state.step)
-                new_state, info = train_step.finish(
-                    state, partial_sum[0], partial_sum[1], public, x.alpha, public_key
-                )
-                return (new_state, zero), info
-
-            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), no_info))
-
-        return jax.lax.cond(x.is_active, active, lambda carry: (carry, no_info), carry)
+        else:
+            partial_sum = add_pass(state, partial_sum, x)
+        public_key = jax.random.fold_in(keys.public, state.step)
+        finished, info = train_step.finish(
+            state, partial_sum[0], partial_sum[1], public, x.alpha, public_key
+        )
+        # An idle pass holds padding alone: it adds zero, and is never the last of a step.
+        return _select(x.is_last, (finished, zero), (state, partial_sum)), info
 
     (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
     return state, partial_sum, infos
+
+
+_run_passes = jax.jit(scan_passes, static_argnames=("train_step", "may_skip"))
 
 
 def train(
@@ -412,7 +417,7 @@ def train(
         overlap: what to do about private rows that equal a public row.
         seed: makes the run reproducible and therefore not for release; by default all randomness
             comes from the operating system.
-        steps_per_call: steps per compiled call, and between two yields.
+        steps_per_call: steps between two yields.
         stream: keep private rows in host memory and send them batch by batch, prepared while the
             device computes; by default only if they do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
@@ -421,6 +426,84 @@ def train(
 
     Returns:
         An iterator of `(TrainState, TrainInfo)`.
+    """
+    plan = plan_runs(
+        loss_fn,
+        params,
+        private,
+        public,
+        [alpha],
+        mechanism=mechanism,
+        optimizer=optimizer,
+        num_steps=num_steps,
+        public_loss_fn=public_loss_fn,
+        public_batch_size=public_batch_size,
+        scale_noise=scale_noise,
+        noisy_clip_norm=noisy_clip_norm,
+        average=average,
+        trainable=trainable,
+        microbatch_size=microbatch_size,
+        overlap=overlap,
+        steps_per_call=steps_per_call,
+        stream=stream,
+        ledger=ledger,
+        show_unprivatized=show_unprivatized,
+    )
+    rng, keys = randomness(seed)
+    return _generate(plan, plan.mechanism.batches(len(private), rng), keys)
+
+
+# Enough to hide the host behind the device, few enough that idle passes do not cost much.
+_MAX_PASSES_PER_CALL = 50
+
+
+class Plan(NamedTuple):
+    """A checked request: all that training needs but randomness. One row of `alphas` per run."""
+
+    train_step: TrainStep
+    params: Params
+    alphas: np.ndarray
+    private: PrivateData
+    public_arrays: Batch | None
+    excluded: np.ndarray
+    steps_per_call: int
+    stream: bool
+    ledger: Ledger
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism of every run."""
+        return self.train_step.mechanism
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step without private data occurs."""
+        return bool((self.alphas == 0).any())
+
+    @property
+    def starts(self) -> range:
+        """The first steps of the blocks between two yields."""
+        return range(0, self.alphas.shape[1], self.steps_per_call)
+
+    @property
+    def passes_per_call(self) -> int:
+        """Passes of one compiled call: what has to be idle in the last one of a block is less."""
+        calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
+        return -(-self.steps_per_call // calls)
+
+    def block(self, start: int) -> np.ndarray:
+        """α of the steps of one block."""
+        return self.alphas[:, start : start + self.steps_per_call]
+
+
+def plan_runs(
+    loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
+    public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
+    steps_per_call, stream, ledger, show_unprivatized,
+) -> Plan:  # fmt: skip
+    """Checks everything that can be checked before private data is used; see `train`.
+
+    `alphas` holds one α (number, list or schedule) for each run that shares the rest.
     """
     require_private(private)
     _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=mechanism)
@@ -441,11 +524,11 @@ def train(
         _validate.positive_integer(public_batch_size=public_batch_size)
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
-    alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
-    check_charged_steps(alphas, mechanism)
-    public_arrays = _check_public(public, alphas, needs_rows=bool((alphas < 1).any()))
-    rng, keys = randomness(seed)
-    batches = mechanism.batches(len(private), rng)
+    table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
+    for row in table:
+        check_charged_steps(row, mechanism)
+    public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
+    mechanism.check_num_examples(len(private))
     excluded = np.zeros(len(private), bool)
     if public is not None and public_loss_fn is None:
         excluded = excluded_rows(private, public, overlap)
@@ -475,96 +558,136 @@ def train(
             f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
         )
     stream = not _fits_on_device(private) if stream is None else stream
-    return _generate(
-        train_step, params, private, public_arrays, excluded, alphas, batches, keys,
-        steps_per_call, stream, ledger,
-    )  # fmt: skip
+    return Plan(
+        train_step=train_step,
+        params=params,
+        alphas=table,
+        private=private,
+        public_arrays=public_arrays,
+        excluded=excluded,
+        steps_per_call=min(steps_per_call, total),
+        stream=stream,
+        ledger=ledger,
+    )
 
 
 def _generate(
-    train_step, params, private, public_arrays, excluded, alphas, batches, keys,
-    steps_per_call, stream, ledger,
-) -> Iterator[tuple[TrainState, TrainInfo]]:  # fmt: skip
-    mechanism = train_step.mechanism
-    state = train_step.init(params, keys.noise)
-    partial_sum = (train_step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
-    on_device = None if stream else jax.device_put(private.arrays)
-    public_arrays = None if public_arrays is None else jax.device_put(public_arrays)
-    excluded_on_device = jax.device_put(excluded)
-    host_arrays = private.arrays if stream else None
-
-    def prepare(start: int) -> list[_Passes]:
-        block = alphas[start : start + steps_per_call]
-        return _pack(block, batches, mechanism.sampling.capacity, steps_per_call, host_arrays)
-
+    plan: Plan, batches: Iterator[np.ndarray], keys: Keys
+) -> Iterator[tuple[TrainState, TrainInfo]]:
+    train_step, mechanism = plan.train_step, plan.mechanism
+    state = train_step.init(plan.params, keys.noise)
+    partial_sum = train_step.nothing_yet(plan.params)
+    on_device = None if plan.stream else jax.device_put(plan.private.arrays)
+    public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
+    excluded = jax.device_put(plan.excluded)
     charged = 0
-    starts = range(0, len(alphas), steps_per_call)
+    for start, calls in prepared_blocks(plan, [batches]):
+        block = plan.block(start)[0]
+        reads = int((block > 0).sum())
+        plan.ledger.charge(mechanism.event_between(charged, charged + reads))
+        charged += reads
+        infos = []
+        for inputs in calls:
+            one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
+            state, partial_sum, info = _run_passes(
+                train_step, plan.may_skip, state, partial_sum,
+                one._replace(is_last=inputs.is_last), on_device, excluded, public_arrays, keys,
+            )  # fmt: skip
+            infos.append(info)
+        info = whole_steps(calls, infos)
+        yield (
+            state,
+            TrainInfo(
+                step=start + len(block),
+                charged_steps=charged,
+                alpha=block,
+                noisy_grad_norm=info.noisy_grad_norm,
+                public_loss=info.public_loss,
+                unprivatized=info.unprivatized if train_step.show_unprivatized else None,
+            ),
+        )
+
+
+def prepared_blocks(
+    plan: Plan, batches: Sequence[Iterator[np.ndarray]]
+) -> Iterator[tuple[int, list[Passes]]]:
+    """The first step of each block and its inputs, drawn while the device is busy with the last."""
+    host_arrays = plan.private.arrays if plan.stream else None
+
+    def prepare(start: int) -> list[Passes]:
+        capacity = plan.mechanism.sampling.capacity
+        return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
+
     with ThreadPoolExecutor(max_workers=1) as executor:
         upcoming = executor.submit(prepare, 0)
-        for start in starts:
+        for start in plan.starts:
             calls = upcoming.result()
-            if start + steps_per_call < len(alphas):
-                upcoming = executor.submit(prepare, start + steps_per_call)
-            block = alphas[start : start + steps_per_call]
-            reads = int((block > 0).sum())
-            ledger.charge(mechanism.event_between(charged, charged + reads))
-            charged += reads
-            infos = []
-            for inputs in calls:
-                state, partial_sum, info = _run_passes(
-                    train_step, state, partial_sum, inputs, on_device, excluded_on_device,
-                    public_arrays, keys,
-                )  # fmt: skip
-                infos.append(jax.tree.map(lambda leaf, i=inputs: np.asarray(leaf)[i.is_last], info))
-            info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
-            yield (
-                state,
-                TrainInfo(
-                    step=start + len(block),
-                    charged_steps=charged,
-                    alpha=block,
-                    noisy_grad_norm=info.noisy_grad_norm,
-                    public_loss=info.public_loss,
-                    unprivatized=info.unprivatized if train_step.show_unprivatized else None,
-                ),
-            )
+            if start + plan.steps_per_call < plan.alphas.shape[1]:
+                upcoming = executor.submit(prepare, start + plan.steps_per_call)
+            yield start, calls
 
 
-def _pack(
+def pack(
     alphas: np.ndarray,
-    batches: Iterator[np.ndarray],
+    batches: Sequence[Iterator[np.ndarray]],
     capacity: int,
     passes_per_call: int,
     host_arrays: Batch | None,
-) -> list[_Passes]:
-    """Draws the batches of a block of steps and lays them out as calls of one fixed shape."""
-    indices, alpha, is_last = [], [], []
-    for weight in alphas:
+) -> list[Passes]:
+    """Draws the batches of a block of steps and lays them out as calls of one fixed shape.
+
+    Several runs go in step: where one needs a further pass, the others pad. Leaves have an axis for
+    runs first, except `is_last`, which is the same for all of them.
+
+    Args:
+        alphas: α of the block's steps, one row per run.
+        batches: for each run, the draws to come.
+        capacity: rows of one pass.
+        passes_per_call: passes of one compiled call; where they are not enough, another call is
+            filled up with idle passes.
+        host_arrays: private rows, where they are sent batch by batch.
+    """
+    steps = []
+    for weights in alphas.T:
         # A step that reads no private data draws no batch either.
-        rows = (
-            passes(next(batches), capacity) if weight > 0 else np.full((1, capacity), PADDING, "i4")
-        )
-        indices.extend(rows)
-        alpha.extend([weight] * len(rows))
-        is_last.extend([False] * (len(rows) - 1) + [True])
-    idle = -len(indices) % passes_per_call
-    indices = np.concatenate([indices, np.full((idle, capacity), PADDING, "i4")])
-    alpha = np.concatenate([alpha, np.zeros(idle)]).astype(np.float32)
-    is_last = np.concatenate([is_last, np.zeros(idle, bool)])
-    is_active = np.arange(len(indices)) < len(indices) - idle
+        draws = [
+            passes(next(draw) if weight > 0 else np.zeros(0, "i4"), capacity)
+            for weight, draw in zip(weights, batches, strict=True)
+        ]
+        rows = np.full((len(draws), max(map(len, draws)), capacity), PADDING, "i4")
+        for run, draw in enumerate(draws):
+            rows[run, : len(draw)] = draw
+        steps.append((rows, weights))
+    lengths = np.asarray([rows.shape[1] for rows, _ in steps])
+    indices = np.concatenate([rows for rows, _ in steps], axis=1)
+    alpha = np.repeat(np.stack([weights for _, weights in steps], axis=1), lengths, axis=1)
+    is_last = np.zeros(indices.shape[1], bool)
+    is_last[np.cumsum(lengths) - 1] = True
+
+    idle = -len(is_last) % passes_per_call
+    indices = np.pad(indices, ((0, 0), (0, idle), (0, 0)), constant_values=PADDING)
+    alpha = np.pad(alpha, ((0, 0), (0, idle)), "edge")
+    is_last = np.pad(is_last, (0, idle))
     calls = []
-    for start in range(0, len(indices), passes_per_call):
+    for start in range(0, len(is_last), passes_per_call):
         part = slice(start, start + passes_per_call)
-        rows = np.maximum(indices[part], 0)
+        rows = indices[:, part]
         batch = None
         if host_arrays is not None:
-            batch = jax.tree.map(lambda leaf, rows=rows: leaf[rows], host_arrays)
-        calls.append(
-            jax.device_put(
-                _Passes(indices[part], batch, alpha[part], is_active[part], None)
-            )._replace(is_last=is_last[part])
-        )
+            batch = jax.tree.map(lambda leaf, rows=rows: leaf[np.maximum(rows, 0)], host_arrays)
+        # `is_last` stays on the host: it also says which results are those of a whole step.
+        rows, batch, weights = jax.device_put((rows, batch, alpha[:, part]))
+        calls.append(Passes(rows, batch, weights, is_last[part]))
     return calls
+
+
+def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
+    """Of what the passes of several calls report, the part that belongs to whole steps."""
+    kept = [
+        jax.tree.map(lambda leaf, call=call: np.asarray(leaf)[..., call.is_last], info)
+        for call, info in zip(calls, infos, strict=True)
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), *kept)
 
 
 def check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
