@@ -222,13 +222,19 @@ class Contribution(NamedTuple):
 
 
 class FederatedState(NamedTuple):
-    """What the next round needs. `noise_state` is secret: who holds it can subtract the noise."""
+    """What the next round needs. `noise_state` is secret: who holds it can subtract the noise.
+
+    `clip_norm` and `client_learning_rate` are numbers here and not constants of the program, so
+    that runs which differ in them share one compilation (`state._replace(clip_norm=...)`): a user's
+    part is scaled to the mechanism's norm before the noise and back after it.
+    """
 
     round: jax.Array
     params: Params
     opt_state: PyTree
     noise_state: PyTree
     clip_norm: jax.Array
+    client_learning_rate: jax.Array
     average: Params | None
 
 
@@ -329,7 +335,8 @@ class FederatedStep:
     loss_fn: LossFn
     mechanism: Mechanism
     optimizer: optax.GradientTransformation
-    client_learning_rate: float
+    # Only `init` reads it, so steps that differ in it alone are one program.
+    client_learning_rate: float = dataclasses.field(compare=False)
     client_batch_size: int = 16
     local_epochs: int = 1
     public_loss_fn: LossFn | None = None
@@ -378,6 +385,7 @@ class FederatedStep:
             opt_state=self.optimizer.init(trainable_part(params, self._mask)),
             noise_state=self.mechanism.privatizer(key).init(_tree(self.zero_sum(params))),
             clip_norm=jnp.asarray(self.mechanism.l2_clip_norm, jnp.float32),
+            client_learning_rate=jnp.asarray(self.client_learning_rate, jnp.float32),
             average=None if self.average is None else params,
         )
 
@@ -392,7 +400,7 @@ class FederatedStep:
     def local_updates(
         self,
         loss_fn: LossFn,
-        params: Params,
+        state: FederatedState,
         examples: Batch,
         num_examples: jax.Array,
         keys: jax.Array,
@@ -402,13 +410,13 @@ class FederatedStep:
         update = functools.partial(
             local_update,
             loss_fn,
-            learning_rate=self.client_learning_rate,
+            learning_rate=state.client_learning_rate,
             batch_size=self.client_batch_size,
             epochs=self.local_epochs,
             num_batches=num_batches,
             trainable=self._mask,
         )
-        return jax.vmap(update, in_axes=(None, 0, 0, 0))(params, examples, num_examples, keys)
+        return jax.vmap(update, in_axes=(None, 0, 0, 0))(state.params, examples, num_examples, keys)
 
     def contribution(
         self, delta: PyTree, clip_norm: jax.typing.ArrayLike
@@ -418,21 +426,21 @@ class FederatedStep:
         It depends on this user alone. A delta with a NaN or an infinity adds exactly zero.
         """
         clipped = clip_delta(delta, clip_norm)
-        if self.adaptive_clip is None:
-            return Contribution(clipped.delta, None), clipped
         weight, count_weight = self._budget
-        sign = jnp.where(clipped.unprivatized_norm <= clip_norm, 1.0, -1.0)
-        sign = jnp.where(clipped.unprivatized_is_finite, sign, 0.0)
-        in_units = jax.tree.map(
+        scaled = jax.tree.map(
             lambda leaf: leaf * jnp.asarray(weight / clip_norm, leaf.dtype), clipped.delta
         )
-        return Contribution(in_units, count_weight * sign), clipped
+        if self.adaptive_clip is None:
+            return Contribution(scaled, None), clipped
+        sign = jnp.where(clipped.unprivatized_norm <= clip_norm, 1.0, -1.0)
+        sign = jnp.where(clipped.unprivatized_is_finite, sign, 0.0)
+        return Contribution(scaled, count_weight * sign), clipped
 
     @property
     def _budget(self) -> tuple[float, float]:
-        """Norms, together C, that a user's delta and its count may have with an adaptive clip."""
-        assert self.adaptive_clip is not None
-        share, clip = self.adaptive_clip.budget_share, self.mechanism.l2_clip_norm
+        """Norms, together C, that a user's clipped delta and its count may have."""
+        clip = self.mechanism.l2_clip_norm
+        share = 0.0 if self.adaptive_clip is None else self.adaptive_clip.budget_share
         return clip * math.sqrt(1 - share), clip * math.sqrt(share) * (1 - _ROUNDING)
 
     def private_sum(
@@ -446,7 +454,7 @@ class FederatedStep:
     ) -> tuple[Contribution, Unprivatized]:
         """The sum over one pass of users, not yet private, with *sums* of unprivatized values."""
         deltas, losses = self.local_updates(
-            self.loss_fn, state.params, examples, num_examples, keys, num_batches
+            self.loss_fn, state, examples, num_examples, keys, num_batches
         )
 
         def contribute(delta, is_padding):
@@ -507,9 +515,7 @@ class FederatedStep:
             examples, counts = pad_users(public, numbers, width)
             keys = user_keys(update_key, numbers)
             batches = jnp.max(-(-counts // self.client_batch_size))
-            deltas, losses = self.local_updates(
-                loss_fn, state.params, examples, counts, keys, batches
-            )
+            deltas, losses = self.local_updates(loss_fn, state, examples, counts, keys, batches)
             clipped = jax.vmap(lambda delta: clip_delta(delta, state.clip_norm).delta)(deltas)
             # A user of padding owns no rows, so its delta and loss are zero.
             new = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), (clipped, losses))
@@ -552,12 +558,12 @@ class FederatedStep:
                 _tree(weighted), noise_state
             )
             mean = self.mechanism.mean(noisy)
-            if self.adaptive_clip is None:
-                return mean.delta, noise_state, state.clip_norm
             weight, count_weight = self._budget
             grad = jax.tree.map(
                 lambda leaf: leaf * (state.clip_norm / weight).astype(leaf.dtype), mean.delta
             )
+            if self.adaptive_clip is None:
+                return grad, noise_state, state.clip_norm
             share_below = (mean.below_clip / count_weight + 1) / 2
             clip_norm = self.adaptive_clip.next_clip_norm(
                 state.clip_norm, share_below, self.mechanism.l2_clip_norm
@@ -597,7 +603,10 @@ class FederatedStep:
             ),
         )
         params = merge(part, state.params)
-        return FederatedState(number, params, opt_state, noise_state, clip_norm, average), info
+        new_state = FederatedState(
+            number, params, opt_state, noise_state, clip_norm, state.client_learning_rate, average
+        )
+        return new_state, info
 
 
 def _wide(dtype: Any) -> Any:

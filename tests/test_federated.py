@@ -452,7 +452,7 @@ class TestNeighbours:
 
         def late(self, state, examples, num_examples, is_padding, keys, num_batches=None):
             deltas, _ = self.local_updates(
-                self.loss_fn, state.params, examples, num_examples, keys, num_batches
+                self.loss_fn, state, examples, num_examples, keys, num_batches
             )
             total = jax.tree.map(lambda leaf: leaf.sum(axis=0), deltas)
             total = clip(total, len(is_padding) * CLIP).delta
@@ -677,6 +677,24 @@ class TestOptions:
         assert (info.unprivatized.batch_size == 5).all()
         poisson = mechanism(noise_multiplier=2.0, accountant=Accountant.RDP)
         assert fixed.epsilon(1e-3) > poisson.epsilon(1e-3)
+
+    def test_clip_norm_and_client_rate_belong_to_the_state(self):
+        """A run at other numbers is the run of a mechanism made for them, noise included."""
+        _, keys = mirrordp.training.randomness(3)
+        unit = mechanism(noise_multiplier=1.0, l2_clip_norm=1.0)
+        step = federated.FederatedStep(
+            loss_fn=tools.squared_distance,
+            mechanism=unit,
+            optimizer=tools.recorder(ROUNDS),
+            client_learning_rate=0.7,
+            client_batch_size=BATCH,
+        )
+        assert step == dataclasses.replace(step, client_learning_rate=0.3)
+        state = step.init(jnp.ones(3), keys.noise)
+        state = state._replace(clip_norm=jnp.float32(CLIP), client_learning_rate=jnp.float32(0.3))
+        made = sums(mechanism=unit, client_learning_rate=0.7, state=state)
+        expected = sums(mechanism=mechanism(noise_multiplier=1.0))
+        np.testing.assert_allclose(made, expected, atol=1e-5)
 
     def test_averages_and_frozen_parameters(self):
         params = {"a": jnp.ones(3), "b": jnp.zeros(3)}
