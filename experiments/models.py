@@ -177,7 +177,7 @@ def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:
 def stackoverflow_lstm(
     tokens: int = 10_004, embedding: int = 96, width: int = 670, *, pad: int = 0
 ) -> Network:
-    """Embedding, one LSTM, a projection back to the embedding's width, output: 4,050,748 parameters.
+    """Embedding, LSTM, a projection back to the embedding's width, output: 4,050,748 parameters.
 
     A row of tokens is read up to its last but one, and each position predicts the next token. The
     loss is the sum over targets that are not padding, divided by the length of the row, so that
