@@ -616,18 +616,24 @@ def client_app(
         params = from_arrays(message.content.array_records[ARRAYS], like)
         trained = train(params, load(context))
 
-        def difference(old, new):
-            wide = jnp.promote_types(old.dtype, jnp.float32)
-            return jnp.asarray(old, wide) - jnp.asarray(new, wide)
-
-        delta = jax.tree.map(
-            difference, trainable_part(params, trainable), trainable_part(trained, trainable)
+        clipped = _clipped_difference(
+            trainable_part(params, trainable),
+            trainable_part(trained, trainable),
+            cast(float, config[CLIP_NORM]),
         )
-        clipped = clip_delta(delta, cast(float, config[CLIP_NORM])).delta
         content = {ARRAYS: to_arrays(clipped), CONFIG: ConfigRecord({TICKET: config[TICKET]})}
         return Message(RecordDict(content), reply_to=message)
 
     return app
+
+
+@jax.jit
+def _clipped_difference(old: PyTree, new: PyTree, clip_norm: Any) -> PyTree:
+    def difference(before, after):
+        wide = jnp.promote_types(before.dtype, jnp.float32)
+        return before.astype(wide) - after.astype(wide)
+
+    return clip_delta(jax.tree.map(difference, old, new), clip_norm).delta
 
 
 def local_sgd(
