@@ -5,15 +5,11 @@ caller states about the run. It holds nothing that depends on private rows witho
 of rows appears only where the adjacency makes it public, and a seed only where the caller gave one.
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import json
 import math
 import os
-import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from mirrordp import _validate
+from mirrordp._files import write_atomically
+from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
@@ -29,7 +27,6 @@ NOT_FOR_RELEASE = "reproducible, not for release"
 TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
 )
-LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 Results = Mapping[str, Any]
 
@@ -326,40 +323,6 @@ class RunReport:
         write_atomically(report, self.to_json().encode())
         write_atomically(card, self.privacy_card().encode())
         return report, card
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a run does."""
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"python": platform.python_version()}
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file through a temporary one beside it, so that no reader sees half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file readable by its owner only; results are to be shared.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,11 @@ Compiled code sees *passes*: rows of `capacity` indices. Nearly always one pass 
 above the capacity is finished in further passes of the same shape before the noise is added, once.
 """
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mirrordp import _validate, schedules
+from mirrordp import _fingerprint, _validate, schedules
+from mirrordp import checkpoint as checkpoints
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import ClippedGrad, merge, trainable_part, with_key
 from mirrordp.data import (
     Overlap,
@@ -33,7 +39,7 @@ from mirrordp.data import (
     require_private,
     require_public,
 )
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import Block, FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
@@ -378,6 +384,8 @@ def train(
     steps_per_call: int = 50,
     stream: bool | None = None,
     ledger: Ledger | None = None,
+    budget: Budget | None = None,
+    checkpoint: Checkpoint | None = None,
     show_unprivatized: bool = False,
 ) -> Iterator[tuple[TrainState, TrainInfo]]:
     """Trains under the guarantee of `mechanism`; yields `(state, info)` every few steps.
@@ -386,7 +394,7 @@ def train(
     `mirrordp.warm_start`. With `alpha` below one it is PDA-DPMD in the paper's first-order form.
 
     Everything is checked, and a mistake raised, before the first row of private data is used. A
-    block of steps is charged to `ledger` before it runs.
+    block of steps is charged to `ledger` (or `budget`) before it runs.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, a function of *one* example; optionally with
@@ -415,6 +423,11 @@ def train(
         stream: keep private rows in host memory and send them batch by batch, prepared while the
             device computes; by default only if they do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
+        budget: charge to a budget that spans runs instead; the run is refused before any row is
+            used if all of it does not fit.
+        checkpoint: keep what is needed to go on after a crash, in a folder of the run's own. A
+            resumed run first yields the state of its checkpoint once more, and ends as the run
+            that was never interrupted, to the bit.
         show_unprivatized: fill `info.unprivatized` with the batch's loss, clip fraction and size,
             which are not covered by the guarantee.
 
@@ -432,8 +445,7 @@ def train(
     )
     if average is not None:
         _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
-    if ledger is not None:
-        _validate.instance_of(Ledger, ledger=ledger)
+    _check_ledger(ledger, budget, checkpoint, mechanism)
     if noisy_clip_norm is not None:
         _validate.positive(noisy_clip_norm=noisy_clip_norm)
     if public_batch_size is not None:
@@ -443,11 +455,7 @@ def train(
     alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
     _check_charged_steps(alphas, mechanism)
     public_arrays = _check_public(public, alphas, needs_rows=bool((alphas < 1).any()))
-    rng, keys = randomness(seed)
-    batches = mechanism.batches(len(private), rng)
-    excluded = np.zeros(len(private), bool)
-    if public is not None and public_loss_fn is None:
-        excluded = excluded_rows(private, public, overlap)
+    mechanism.check_num_examples(len(private))
     params = jax.tree.map(jnp.asarray, params)
     train_step = TrainStep(
         loss_fn=loss_fn,
@@ -466,25 +474,122 @@ def train(
     if public_arrays is not None:
         _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
-    if ledger is None:
-        ledger = Ledger(mechanism.adjacency)
-    elif ledger.adjacency is not mechanism.adjacency:
-        raise ValueError(
-            f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
-            f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
+    with contextlib.ExitStack() as stack:
+        run = None
+        if checkpoint is not None:
+            file = ledger if isinstance(ledger, FileLedger) else None
+            run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
+            stack.callback(run.close)
+            ledger = run.ledger
+        if budget is not None:
+            # Before any private row is used: all of the run fits, or none of it begins.
+            budget.admit(
+                mechanism,
+                charged_steps=0 if run is None else run.charged_steps,
+                num_steps=int((alphas > 0).sum()),
+            )
+            budget.check_rows(private)
+        excluded = np.zeros(len(private), bool)
+        if public is not None and public_loss_fn is None:
+            excluded = excluded_rows(private, public, overlap)
+        entropy = seed
+        if run is not None:
+            described = _configuration(
+                train_step, params, private, public_arrays, excluded, alphas, steps_per_call,
+                run.key,
+            )  # fmt: skip
+            entropy = run.verify(described, seed)
+        rng, keys = randomness(entropy)
+        stream = not _fits_on_device(private) if stream is None else stream
+        steps = _generate(
+            train_step, params, private, public_arrays, excluded, alphas, rng, keys,
+            steps_per_call, stream, ledger or Ledger(mechanism.adjacency), budget, run,
+            1 if checkpoint is None else checkpoint.every,
+        )  # fmt: skip
+        stack.pop_all()
+    return steps
+
+
+def _check_ledger(
+    ledger: Ledger | None,
+    budget: Budget | None,
+    checkpoint: Checkpoint | None,
+    mechanism: Mechanism,
+) -> None:
+    if ledger is not None:
+        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
+        if budget is not None:
+            raise ValueError(
+                "a run is charged to a ledger or to a budget, got both. Leave one out."
+            )
+        if ledger.adjacency is not mechanism.adjacency:
+            raise ValueError(
+                f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
+                f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
+            )
+        if checkpoint is not None and not isinstance(ledger, FileLedger):
+            raise ValueError(
+                "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
+                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
+            )
+    if budget is not None:
+        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
+    if checkpoint is not None:
+        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+
+
+def _configuration(
+    train_step: TrainStep,
+    params: Params,
+    private: PrivateData,
+    public_arrays: Batch | None,
+    excluded: np.ndarray,
+    alphas: np.ndarray,
+    steps_per_call: int,
+    key: bytes,
+) -> dict[str, str]:
+    """Everything that decides what the run computes, in words or as a fingerprint."""
+
+    def example_of(arrays: Batch) -> PyTree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
+            ),
+            arrays,
         )
-    stream = not _fits_on_device(private) if stream is None else stream
-    return _generate(
-        train_step, params, private, public_arrays, excluded, alphas, batches, keys,
-        steps_per_call, stream, ledger,
-    )  # fmt: skip
+
+    part = trainable_part(params, train_step._mask)
+    opt_state = train_step.optimizer.init(part)
+    plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
+             "show_unprivatized", "trainable")  # fmt: skip
+    described = {
+        "mechanism": repr(train_step.mechanism),
+        "alpha": checkpoints.outline(alphas),
+        "steps_per_call": str(steps_per_call),
+        "loss_fn": checkpoints.program(
+            with_key(train_step.loss_fn), params, example_of(private.arrays), jax.random.key(0)
+        ),
+        "optimizer": checkpoints.program(train_step.optimizer.update, part, opt_state, part),
+        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
+        "private data": _fingerprint.of_arrays(key, (private.arrays, excluded)),
+        "public data": _fingerprint.of_arrays(key, public_arrays),
+        **{name: str(getattr(train_step, name)) for name in plain},
+    }
+    if train_step.public_loss_fn is not None and public_arrays is not None:
+        described["public_loss_fn"] = checkpoints.program(
+            with_key(train_step.public_loss_fn), params, example_of(public_arrays),
+            jax.random.key(0),
+        )  # fmt: skip
+    return described
 
 
 def _generate(
-    train_step, params, private, public_arrays, excluded, alphas, batches, keys,
-    steps_per_call, stream, ledger,
+    train_step, params, private, public_arrays, excluded, alphas, rng, keys,
+    steps_per_call, stream, ledger, budget, run, every,
 ) -> Iterator[tuple[TrainState, TrainInfo]]:  # fmt: skip
     mechanism = train_step.mechanism
+    name = secrets.token_hex(8) if run is None else run.id
+    batches = mechanism.batches(len(private), rng)
     state = train_step.init(params, keys.noise)
     partial_sum = (train_step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
     on_device = None if stream else jax.device_put(private.arrays)
@@ -492,21 +597,49 @@ def _generate(
     excluded_on_device = jax.device_put(excluded)
     host_arrays = private.arrays if stream else None
 
-    def prepare(start: int) -> list[_Passes]:
+    def prepare(start: int) -> tuple[list[_Passes], str]:
         block = alphas[start : start + steps_per_call]
-        return _pack(block, batches, mechanism.sampling.capacity, steps_per_call, host_arrays)
+        calls = _pack(block, batches, mechanism.sampling.capacity, steps_per_call, host_arrays)
+        return calls, _sampling_state(rng)
 
-    charged = 0
-    starts = range(0, len(alphas), steps_per_call)
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        upcoming = executor.submit(prepare, 0)
-        for start in starts:
-            calls = upcoming.result()
+    def charge(start: int, stop: int) -> None:
+        if run is not None:
+            # Steps that were charged before a crash are replayed, not charged again.
+            start = max(start, run.charged_steps)
+        if stop > start:
+            charged_to = ledger if budget is None else budget
+            event = mechanism.event_between(start, stop)
+            charged_to.charge(event, block=Block(name, start, stop))
+
+    with contextlib.ExitStack() as stack:
+        begin, charged = 0, 0
+        if run is not None:
+            stack.callback(run.close)
+            if run.saved is None:
+                # From here on the run has its randomness, before anything is charged.
+                _save(run, state, None, _sampling_state(rng))
+            else:
+                state, info = _restore(run.saved, state)
+                if info is not None:
+                    begin, charged = info.step, info.charged_steps
+                for _ in range(charged):
+                    next(batches)
+                if charged and _sampling_state(rng) != run.saved.position["sampling"]:
+                    raise checkpoints.CheckpointError(
+                        "expected the batches of the run to be drawn again as they were, got "
+                        "others. Resume on the machine and with the libraries it began with."
+                    )
+                if info is not None:
+                    yield state, info
+        executor = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+        upcoming = executor.submit(prepare, begin)
+        for start in range(begin, len(alphas), steps_per_call):
+            calls, sampling = upcoming.result()
             if start + steps_per_call < len(alphas):
                 upcoming = executor.submit(prepare, start + steps_per_call)
             block = alphas[start : start + steps_per_call]
             reads = int((block > 0).sum())
-            ledger.charge(mechanism.event_between(charged, charged + reads))
+            charge(charged, charged + reads)
             charged += reads
             infos = []
             for inputs in calls:
@@ -516,17 +649,55 @@ def _generate(
                 )  # fmt: skip
                 infos.append(jax.tree.map(lambda leaf, i=inputs: np.asarray(leaf)[i.is_last], info))
             info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
-            yield (
-                state,
-                TrainInfo(
-                    step=start + len(block),
-                    charged_steps=charged,
-                    alpha=block,
-                    noisy_grad_norm=info.noisy_grad_norm,
-                    public_loss=info.public_loss,
-                    unprivatized=info.unprivatized if train_step.show_unprivatized else None,
-                ),
+            found = TrainInfo(
+                step=start + len(block),
+                charged_steps=charged,
+                alpha=block,
+                noisy_grad_norm=info.noisy_grad_norm,
+                public_loss=info.public_loss,
+                unprivatized=info.unprivatized if train_step.show_unprivatized else None,
             )
+            done = found.step == len(alphas)
+            if run is not None and (done or (start // steps_per_call + 1) % every == 0):
+                _save(run, state, found, sampling)
+            yield state, found
+        if run is not None:
+            run.finish()
+
+
+def _sampling_state(rng: np.random.Generator) -> str:
+    """A digest of where the sampler's generator stands."""
+    state = json.dumps(rng.bit_generator.state, sort_keys=True, default=lambda a: a.tolist())
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _save(run: checkpoints.Run, state: TrainState, info: TrainInfo | None, sampling: str) -> None:
+    arrays = checkpoints.to_arrays(state, "state")
+    position = {"sampling": sampling, "step": 0, "charged_steps": 0}
+    if info is not None:
+        position |= {"step": info.step, "charged_steps": info.charged_steps}
+        shown = (info.alpha, info.noisy_grad_norm, info.public_loss, info.unprivatized)
+        arrays |= checkpoints.to_arrays(shown, "info")
+    run.save(position, arrays)
+
+
+def _restore(saved: checkpoints.Saved, like: TrainState) -> tuple[TrainState, TrainInfo | None]:
+    state = checkpoints.from_arrays(like, saved.arrays, "state")
+    step = saved.position["step"]
+    if step == 0:
+        return state, None
+    unprivatized: Any = None
+    if "info[3].loss" in saved.arrays:
+        found: Any = [saved.arrays[f"info[3].{name}"] for name in Unprivatized._fields]
+        unprivatized = Unprivatized(*found)
+    return state, TrainInfo(
+        step=step,
+        charged_steps=saved.position["charged_steps"],
+        alpha=saved.arrays["info[0]"],
+        noisy_grad_norm=saved.arrays["info[1]"],
+        public_loss=saved.arrays["info[2]"],
+        unprivatized=unprivatized,
+    )
 
 
 def _pack(
