@@ -1,10 +1,13 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
 from mirrordp import accounting, ghost, mirror, schedules, theory
+from mirrordp._files import StorageError
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import ClippedGrad, clipped_grad
 from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
 from mirrordp.public import WarmStart, warm_start
@@ -24,9 +27,12 @@ __all__ = [
     "Accountant",
     "Adjacency",
     "BandedNoise",
+    "Budget",
+    "Checkpoint",
     "ClippedGrad",
     "CyclicPoissonSampling",
     "ExponentialAverage",
+    "FileLedger",
     "FixedSizeSampling",
     "FullBatch",
     "GaussianNoise",
@@ -37,6 +43,7 @@ __all__ = [
     "PrivateData",
     "PublicData",
     "RunReport",
+    "StorageError",
     "TrainInfo",
     "TrainState",
     "TrainStep",

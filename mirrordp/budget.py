@@ -37,7 +37,7 @@ from mirrordp.mechanism import UNITS, Mechanism
 LEDGER_FILE = "ledger.jsonl"
 # α* is best for Gaussians and for Poisson sampling with enough noise; with little noise Rényi
 # divergences explode at high orders, and a lower one decides.
-_SHARES = {1.0: 1 / 2, 0.8: 1 / 6, 0.65: 1 / 6, 0.5: 1 / 6}
+_LOWER = (0.8, 0.65, 0.5)
 # Sums of many small charges may differ by rounding from the sum that was admitted: a run is
 # admitted only if it leaves this share of a limit free, so that its charges never meet the limit.
 _ROUNDING = 1e-9
@@ -65,7 +65,10 @@ def choose_orders(epsilon: float, delta: float) -> dict[float, float]:
     half = delta / 2
     values = [renyi_limit(epsilon, half, order) / order for order in candidates]
     best = float(candidates[int(np.argmax(values))])
-    return {round(1 + factor * (best - 1), 6): share * delta for factor, share in _SHARES.items()}
+    lower = [round(1 + factor * (best - 1), 6) for factor in _LOWER]
+    useful = [order for order in lower if renyi_limit(epsilon, half / len(_LOWER), order) > 0]
+    shares = {order: half / len(useful) for order in useful}
+    return {round(best, 6): delta - sum(shares.values()), **shares}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ class BudgetStatus:
         runs: how many runs were charged.
         charges: how many records of the ledger are charges.
         used: the share of the limit that is used up, at the order where it is smallest.
+        largest_epsilon: ε, at `delta` and rounded down, of the largest full-batch run that fits.
         position: how far the ledger reaches.
     """
 
@@ -90,6 +94,7 @@ class BudgetStatus:
     runs: int
     charges: int
     used: float
+    largest_epsilon: float
     position: Position
 
 
@@ -283,6 +288,7 @@ class Budget:
             runs=len(runs),
             charges=len(charges),
             used=float(used),
+            largest_epsilon=self.largest_epsilon(self._delta),
             position=self._ledger.position,
         )
 
@@ -295,6 +301,14 @@ class Budget:
         room = float(((self._limits - self._spent) / np.array(self._orders)).max())
         distance = self.adjacency.distance
         return distance / math.sqrt(2 * room) if room > 0 else math.inf
+
+    def largest_epsilon(self, delta: float) -> float:
+        """ε at δ, rounded down, of the largest full-batch run that still fits."""
+        if math.isinf(self.least_noise):
+            return 0.0
+        event = dp_accounting.GaussianDpEvent(self.least_noise)
+        found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
+        return math.floor(found * 1e3) / 1e3
 
     def check_data(
         self, data: str | os.PathLike[str] | PrivateData, *, data_changed: bool = False
@@ -327,6 +341,14 @@ class Budget:
         if not self._verified:
             self.check_data(rows)
 
+    def require_data(self) -> None:
+        """Raises unless the budget was opened with the data that it is for."""
+        if not self._verified:
+            raise BudgetError(
+                f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
+                "for, got none. Use Budget.open(folder, data=...)."
+            )
+
     def admit(self, mechanism: Mechanism, *, charged_steps: int = 0, num_steps: int) -> None:
         """Raises unless steps `charged_steps` to `num_steps` of the mechanism fit. Charges nothing.
 
@@ -346,34 +368,31 @@ class Budget:
             )
         self.admit_event(mechanism.event_between(charged_steps, num_steps))
 
-    def admit_event(self, event: DpEvent) -> None:
-        """Raises unless an event fits. Charges nothing."""
+    def admit_event(self, event: DpEvent, *, delta: float | None = None) -> None:
+        """Raises unless an event fits. Charges nothing.
+
+        Args:
+            event: what is to run.
+            delta: δ at which the message states what would still fit; by default the budget's.
+        """
         cost = self._divergences(event)
         if self._fits(cost, margin=_ROUNDING):
             return
-        self._refuse(cost)
+        self._refuse(cost, self._delta if delta is None else delta)
 
-    def _refuse(self, cost: np.ndarray) -> NoReturn:
+    def _refuse(self, cost: np.ndarray, delta: float) -> NoReturn:
         usable = self._limits > 0
         with np.errstate(invalid="ignore"):
             share = float((cost[usable] / self._limits[usable]).min()) if usable.any() else math.inf
+        room = self.largest_epsilon(delta)
         left = "nothing is left"
-        if math.isfinite(self.least_noise):
-            room = accounting.epsilon(
-                dp_accounting.GaussianDpEvent(self.least_noise),
-                self._delta,
-                adjacency=self.adjacency,
-            ).epsilon
-            left = (
-                f"a full-batch run of at most epsilon {math.floor(room * 1e3) / 1e3:g} at delta "
-                f"{self._delta:g} would fit"
-            )
+        if room > 0:
+            left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
         raise BudgetError(
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
-            f"{self._delta:g}, of which {_percent(self.status.used)} are used, got one that takes "
-            f"{_percent(share)} of it; {left}. Add noise, take fewer steps, or stop here. (Runs "
-            "chosen one after the other add up at fixed Renyi orders, which costs somewhat more "
-            "than the epsilon of each by itself.)"
+            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
+            f"{_percent(share)}; {left}. Add noise, take fewer steps, or stop here. Runs add up at "
+            "fixed Renyi orders, which is a little dearer than the epsilon that each has alone."
         )
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
@@ -382,14 +401,10 @@ class Budget:
         Raises:
             BudgetError: if it does not fit.
         """
-        if not self._verified:
-            raise BudgetError(
-                f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
-                "for, got none. Use Budget.open(folder, data=...)."
-            )
+        self.require_data()
         cost = self._divergences(event)
         if not self._fits(cost):
-            self._refuse(cost)
+            self._refuse(cost, self._delta)
         self._ledger.charge(event, block=block)
         self._spent = self._spent + cost
 

@@ -326,6 +326,18 @@ class Run:
         ) from error
 
 
+def is_unfinished(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that can be resumed.
+
+    Raises:
+        LockedError: if a process is at it now.
+    """
+    if not checkpoint_files(folder):
+        return False
+    _files.Lock(Path(folder) / "lock", f"the run folder {str(folder)!r}").close()
+    return True
+
+
 def checkpoint_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
     """The checkpoints in a folder, by number."""
     if not Path(folder).is_dir():

@@ -105,7 +105,11 @@ class Ledger:
         accountant: Accountant | None = None,
         orders: Sequence[float] | None = None,
     ) -> Epsilon:
-        """ε of everything charged so far; asking changes nothing."""
+        """ε of everything charged so far; asking changes nothing.
+
+        It holds for runs that were fixed beforehand. Where a run is chosen after earlier ones were
+        seen, use `mirrordp.Budget`: it adds up at fixed Rényi orders.
+        """
         return accounting.epsilon(
             self.event, delta, adjacency=self._adjacency, accountant=accountant, orders=orders
         )
@@ -261,7 +265,7 @@ class FileLedger(Ledger):
         Raises:
             LedgerError: if it cannot be written. Nothing was charged then, and nothing may run.
         """
-        if isinstance(event, dp_accounting.NoOpDpEvent):
+        if isinstance(event, dp_accounting.NoOpDpEvent) and block is None:
             return
         content: dict[str, Any] = {"event": event_to_dict(event)}
         if block is not None:
