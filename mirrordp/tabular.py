@@ -280,7 +280,10 @@ def fit_files(
             )
     adjacency = Adjacency.ZERO_OUT
     if budget is not None:
-        adjacency = _admitted(budget, epsilon, delta)
+        adjacency = _adjacency_of(budget)
+        if checkpoint is None or not checkpoint.resume:
+            _require_room(budget, epsilon, delta)
+        # A run that is resumed may have been charged; what is still missing is asked for later.
         with stage(f"comparing {private} with the data of the budget"):
             budget.check_data(private, data_changed=data_changed)
     with stage(f"reading {public}"):
@@ -325,22 +328,25 @@ def fit_files(
     return FittedTable(model, report, learned.left_out)
 
 
-def _admitted(budget: Budget, epsilon: float, delta: float) -> Adjacency:
-    """The budget's adjacency, once it is clear that a fit at (ε, δ) is within the budget.
-
-    The estimators never take more than the one Gaussian that has exactly (ε, δ), which is known
-    before any file is read.
-    """
+def _adjacency_of(budget: Budget) -> Adjacency:
     if budget.unit != "example" or not budget.adjacency.num_examples_is_public:
         raise TableError(
             "expected a budget for rows of which the number is public (unit example, adjacency "
             f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
             "fit cannot be charged to it."
         )
+    return budget.adjacency
+
+
+def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
+    """Raises unless a fit at (ε, δ) is within the budget.
+
+    The estimators never take more than the one Gaussian that has exactly (ε, δ), which is known
+    before any file is read.
+    """
     noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
     event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
     budget.admit_event(event, delta=delta)
-    return budget.adjacency
 
 
 def _estimator(task: str, **options: Any) -> Any:

@@ -233,7 +233,7 @@ def fit(folder: Path, tables: Path) -> None:
     linear.private_descent = noted
     command = [
         *("fit", "--private", tables / "private.csv", "--public", tables / "public.csv"),
-        *("--target", "y", "--task", "regression", "--epsilon", "1", "--seed", "3", "--json"),
+        *("--target", "y", "--task", "regression", "--epsilon", "2.5", "--seed", "3", "--json"),
         *("--budget", folder / "budget", "--out", folder / "model"),
     ]
     if checkpoint_files(folder / "model.run") or (folder / "model").exists():
