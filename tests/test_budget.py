@@ -10,7 +10,7 @@ import sys
 import dp_accounting
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import integrate, stats
 
 import mirrordp
 from mirrordp import Adjacency, Budget, PrivateData, accounting, cli
@@ -100,7 +100,7 @@ class TestFilter:
             delta = stats.norm.cdf(mu / 2 - left / mu) - np.exp(left) * stats.norm.cdf(
                 -mu / 2 - left / mu
             )
-        return float(np.trapezoid(density * delta, x))
+        return float(integrate.trapezoid(density * delta, x))
 
     def test_adaptive_runs_stay_private_and_a_careless_filter_would_not(self, tmp_path):
         """The second run spends all that is left where the first already gave much away."""
