@@ -985,8 +985,8 @@ def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
     room = "nothing"
     if status.largest_epsilon > 0:
         room = (
-            f"for one, a full-batch run (mirrordp fit) of epsilon {status.largest_epsilon:g} at "
-            f"delta {status.delta:g}"
+            f"a full-batch run (mirrordp fit) of epsilon {status.largest_epsilon:g} at delta "
+            f"{status.delta:g}, for example"
         )
     rows = [
         (

@@ -631,6 +631,9 @@ def _generate(
                     )
                 if info is not None:
                     yield state, info
+                if begin == len(alphas):
+                    run.finish()
+                    return
         executor = stack.enter_context(ThreadPoolExecutor(max_workers=1))
         upcoming = executor.submit(prepare, begin)
         for start in range(begin, len(alphas), steps_per_call):

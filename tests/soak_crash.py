@@ -343,6 +343,8 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, int]:
             if not finished:
                 happened["kills"] += 1
                 wanted.pop(0)
+                if happened["kills"] % 25 == 0:
+                    print(json.dumps(happened), flush=True)
         check_end(folder, root / f"reference-{name}")
         shutil.rmtree(folder)
     return happened
