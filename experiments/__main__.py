@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "run": ("experiments.deep.run", "final runs of settings files: CIFAR-10, EMNIST, WikiText-2"),
+    "sweep": ("experiments.deep.sweep", "search of learning rate and K for settings files"),
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
 }

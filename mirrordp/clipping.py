@@ -10,7 +10,7 @@ nobody derives it again. This is the oracle, over `jax_privacy.clipped_grad`, fo
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,19 @@ def with_key(loss_fn: LossFn) -> LossFn:
     if takes_key(loss_fn):
         return loss_fn
     return lambda params, example, key: loss_fn(params, example)
+
+
+def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
+    """A hashable form of a tree (or prefix) of booleans over `params`, for static arguments."""
+    if trainable is None:
+        return None
+    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
+    return treedef, tuple(bool(leaf) for leaf in leaves)
+
+
+def thawed_mask(frozen: Any) -> PyTree | None:
+    """The tree of booleans that `frozen_mask` made hashable."""
+    return None if frozen is None else jax.tree.unflatten(*frozen)
 
 
 def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:

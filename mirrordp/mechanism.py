@@ -193,19 +193,19 @@ class Mechanism:
         """σ·C: the standard deviation of the noise on the sum."""
         return self.noise_multiplier * self.l2_clip_norm
 
-    def batches(self, num_examples: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """Draws the batches of all `num_steps` steps, as arrays of indices."""
-        self.check_num_examples(num_examples)
-        return self.sampling.batches(num_examples, self.num_steps, rng)
-
     def check_num_examples(self, num_examples: int) -> None:
-        """Raises unless the mechanism may be used on so many records."""
+        """Refuses data with another number of rows than the mechanism was made for."""
         expected = self.sampling.num_examples
         if expected is not None and expected != num_examples:
             raise ValueError(
                 f"the mechanism was made for num_examples={expected}, but the private data has "
                 f"another number of rows, {num_examples}. Make the mechanism for this data."
             )
+
+    def batches(self, num_examples: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        """Draws the batches of all `num_steps` steps, as arrays of indices."""
+        self.check_num_examples(num_examples)
+        return self.sampling.batches(num_examples, self.num_steps, rng)
 
     def clipped_grad(
         self,

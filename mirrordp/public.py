@@ -3,6 +3,8 @@
 Ψ(θ) = (1/n_pub) Σ_d ℓ_pub(θ; d) is the public loss. Nothing here costs privacy.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import numpy as np
 import optax
 
 from mirrordp import _validate
-from mirrordp.clipping import merge, trainable_part, with_key
+from mirrordp.clipping import frozen_mask, merge, thawed_mask, trainable_part, with_key
 from mirrordp.data import PublicData, require_public
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
@@ -61,6 +63,34 @@ class WarmStart(NamedTuple):
     holdout_losses: np.ndarray
 
 
+@functools.cache
+def _adam() -> optax.GradientTransformation:
+    # One object, because an optimiser is equal to itself only and another one compiles anew.
+    return optax.adam(1e-3)
+
+
+@functools.partial(jax.jit, static_argnames=("loss_fn", "optimizer", "mask"))
+def _epoch(loss_fn, optimizer, mask, params, opt_state, rows, key, train, holdout):
+    """One pass over `train` in the order of `rows`, and the loss on `holdout` after it."""
+    trainable = thawed_mask(mask)
+    gradient = public_grad(loss_fn, trainable=trainable)
+
+    def step(carry, inputs):
+        params, opt_state = carry
+        batch_rows, batch_key = inputs
+        batch = jax.tree.map(lambda leaf: leaf[batch_rows], train)
+        loss, grad = gradient(params, batch, batch_key)
+        part = trainable_part(params, trainable)
+        updates, opt_state = optimizer.update(grad, opt_state, part)
+        return (merge(optax.apply_updates(part, updates), params), opt_state), loss
+
+    keys = jax.random.split(key, rows.shape[0])
+    (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
+    # A fixed key: epochs are compared under the same dropout or augmentation.
+    holdout_loss = gradient(params, holdout, jax.random.key(0))[0]
+    return params, opt_state, jnp.mean(losses), holdout_loss
+
+
 def warm_start(
     loss_fn: LossFn,
     params: Params,
@@ -72,6 +102,7 @@ def warm_start(
     patience: int = 10,
     max_epochs: int = 500,
     trainable: PyTree | None = None,
+    refit: bool = False,
     seed: int = 0,
 ) -> WarmStart:
     """Pre-trains on public data until a held-out part of it stops improving.
@@ -90,6 +121,7 @@ def warm_start(
         patience: stop after so many epochs without improvement.
         max_epochs: stop at the latest after so many; `converged` is then False.
         trainable: as in `mirrordp.clipped_grad`.
+        refit: begin again with all public rows, for as many epochs as were best.
         seed: decides holdout and order of rows.
 
     Returns:
@@ -102,7 +134,7 @@ def warm_start(
         _validate.positive_integer(batch_size=batch_size)
     if len(public) < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
-    optimizer = optimizer or optax.adam(1e-3)
+    optimizer = optimizer or _adam()
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(public))
@@ -110,40 +142,35 @@ def warm_start(
     take = lambda rows: jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), public.arrays)  # noqa: E731
     holdout, train = take(order[:num_holdout]), take(order[num_holdout:])
     num_train = len(public) - num_holdout
-    size = num_train if batch_size is None else min(batch_size, num_train)
-    gradient = public_grad(loss_fn, trainable=trainable)
+    mask = frozen_mask(trainable, params)
 
-    @jax.jit
-    def epoch(params, opt_state, rows, key):
-        def step(carry, inputs):
-            params, opt_state = carry
-            batch_rows, batch_key = inputs
-            batch = jax.tree.map(lambda leaf: leaf[batch_rows], train)
-            loss, grad = gradient(params, batch, batch_key)
-            part = trainable_part(params, trainable)
-            updates, opt_state = optimizer.update(grad, opt_state, part)
-            return (merge(optax.apply_updates(part, updates), params), opt_state), loss
+    def epochs(train, num_train, rng, key):
+        """The parameters and losses after each epoch, without end."""
+        reached, opt_state = params, optimizer.init(trainable_part(params, trainable))
+        size = num_train if batch_size is None else min(batch_size, num_train)
+        for number in itertools.count():
+            rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
+            reached, opt_state, train_loss, holdout_loss = _epoch(
+                loss_fn, optimizer, mask, reached, opt_state, rows,
+                jax.random.fold_in(key, number), train, holdout,
+            )  # fmt: skip
+            yield reached, float(train_loss), float(holdout_loss)
 
-        keys = jax.random.split(key, rows.shape[0])
-        (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
-        # A fixed key: epochs are compared under the same dropout or augmentation.
-        holdout_loss, _ = gradient(params, holdout, jax.random.key(0))
-        return params, opt_state, jnp.mean(losses), holdout_loss
-
-    opt_state = optimizer.init(trainable_part(params, trainable))
     best, best_loss, best_epoch, number = params, np.inf, 0, 0
     train_losses, holdout_losses = [], []
-    for number in range(max_epochs):
-        rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
-        params, opt_state, train_loss, holdout_loss = epoch(
-            params, opt_state, rows, jax.random.fold_in(key, number)
-        )
-        train_losses.append(float(train_loss))
-        holdout_losses.append(float(holdout_loss))
-        if holdout_losses[-1] < best_loss:
-            best, best_loss, best_epoch = params, holdout_losses[-1], number
+    for number, (reached, train_loss, holdout_loss) in enumerate(
+        itertools.islice(epochs(train, num_train, rng, key), max_epochs)
+    ):
+        train_losses.append(train_loss)
+        holdout_losses.append(holdout_loss)
+        if holdout_loss < best_loss:
+            best, best_loss, best_epoch = reached, holdout_loss, number
         if number - best_epoch >= patience:
             break
+    if refit and np.isfinite(best_loss):
+        everything = take(np.arange(len(public)))
+        again = epochs(everything, len(public), rng, jax.random.fold_in(key, max_epochs))
+        best, *_ = next(itertools.islice(again, best_epoch, None))
     return WarmStart(
         best,
         number - best_epoch >= patience and bool(np.isfinite(best_loss)),

@@ -66,11 +66,11 @@ class Sampling(Protocol):
 
 
 def default_capacity(expected_batch_size: float) -> int:
-    """Room for the expected batch and three standard deviations, in multiples of eight.
+    """Room for the expected batch and 3.5 standard deviations, in multiples of eight.
 
-    Above it, once in about a thousand steps, a step takes a second pass.
+    Above it, once in about four thousand steps, a step takes a second pass.
     """
-    wanted = expected_batch_size + 3 * math.sqrt(expected_batch_size)
+    wanted = expected_batch_size + 3.5 * math.sqrt(expected_batch_size)
     return 8 * math.ceil(wanted / 8)
 
 

@@ -13,11 +13,10 @@ above the capacity is finished in further passes of the same shape before the no
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -30,7 +29,14 @@ from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
-from mirrordp.clipping import ClippedGrad, merge, trainable_part, with_key
+from mirrordp.clipping import (
+    ClippedGrad,
+    frozen_mask,
+    merge,
+    thawed_mask,
+    trainable_part,
+    with_key,
+)
 from mirrordp.data import (
     Overlap,
     PrivateData,
@@ -112,7 +118,7 @@ class TrainStep:
         scale_noise: see `mirrordp.mix_public_gradient`.
         noisy_clip_norm: clip the released gradient once more, as the paper does for images.
         average: an average of the iterates to keep, or None.
-        trainable: frozen form of the tree of booleans; see `frozen_mask`.
+        trainable: frozen form of the tree of booleans; see `mirrordp.clipping.frozen_mask`.
         microbatch_size: as in `mirrordp.clipped_grad`.
         show_unprivatized: compute `info.unprivatized`; zeros otherwise.
     """
@@ -131,10 +137,7 @@ class TrainStep:
 
     @property
     def _mask(self) -> PyTree | None:
-        if self.trainable is None:
-            return None
-        treedef, leaves = self.trainable
-        return jax.tree.unflatten(treedef, leaves)
+        return thawed_mask(self.trainable)
 
     @property
     def clipped_grad(self) -> ClippedGrad:
@@ -155,10 +158,11 @@ class TrainStep:
             average=None if self.average is None else params,
         )
 
-    def zero_sum(self, params: Params) -> PyTree:
-        """The sum over an empty batch."""
+    def nothing_yet(self, params: Params) -> tuple[PyTree, Unprivatized]:
+        """What `private_sum` gives for an empty batch."""
         part = trainable_part(params, self._mask)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
+        return zero, Unprivatized(*jnp.zeros([3]))
 
     def __call__(
         self,
@@ -220,10 +224,12 @@ class TrainStep:
             )
             return self.mechanism.mean(noisy_sum), noise_state
 
-        def skip(noise_state):
-            return jax.tree.map(jnp.zeros_like, clipped_sum), noise_state
-
-        private_grad, noise_state = jax.lax.cond(alpha > 0, release, skip, state.noise_state)
+        # Where α = 0 nothing is released and no noise is used up.
+        private_grad, noise_state = _select(
+            alpha > 0,
+            release(state.noise_state),
+            (jax.tree.map(jnp.zeros_like, clipped_sum), state.noise_state),
+        )
         noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
             clip = optax.clip_by_global_norm(self.noisy_clip_norm)
@@ -265,19 +271,16 @@ class TrainStep:
         return TrainState(step, params, opt_state, noise_state, average), info
 
 
-def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
-    """A hashable form of a tree (or prefix) of booleans over `params`."""
-    if trainable is None:
-        return None
-    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
-    return treedef, tuple(bool(leaf) for leaf in leaves)
+def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    """One of two trees, leaf by leaf; leaves that are the same array are left as they are."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Independent randomness for the parts of a run, none of it shared with sampling."""
 
     noise: jax.Array
@@ -285,7 +288,7 @@ class _Keys(NamedTuple):
     public: jax.Array
 
 
-def randomness(seed: int | None) -> tuple[np.random.Generator, _Keys]:
+def randomness(seed: int | None) -> tuple[np.random.Generator, Keys]:
     """A host generator for sampling and keys for everything else, all independent.
 
     Without a seed the operating system provides the entropy, which is written down nowhere. A run
@@ -297,33 +300,36 @@ def randomness(seed: int | None) -> tuple[np.random.Generator, _Keys]:
         jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")
         for part in rest
     ]
-    return np.random.default_rng(sampling), _Keys(*keys)
+    return np.random.default_rng(sampling), Keys(*keys)
 
 
-class _Passes(NamedTuple):
+class Passes(NamedTuple):
     """Inputs of a compiled call: one row per pass, padded with idle passes to a fixed number."""
 
     indices: Any  # [passes, capacity], PADDING where there is no example
     batch: Any  # the examples themselves where data is streamed, else None
     alpha: Any  # [passes]
-    is_active: Any  # [passes] False for idle passes at the end of a call
-    is_last: Any  # [passes] True where a step's sum is complete
+    is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
 
 
-@functools.partial(jax.jit, static_argnames="train_step")
-def _run_passes(
+def scan_passes(
     train_step: TrainStep,
+    may_skip: bool,
     state: TrainState,
     partial_sum: tuple[PyTree, Unprivatized],
-    inputs: _Passes,
+    inputs: Passes,
     private: Batch | None,
     excluded: jax.Array,
     public: Batch | None,
-    keys: _Keys,
+    keys: Keys,
 ):
-    """Scans over passes; carries the state and the sum of the step in progress."""
-    zero = (train_step.zero_sum(state.params), Unprivatized(*jnp.zeros([3])))
-    no_info = StepInfo(jnp.zeros([]), jnp.zeros([]), zero[1])
+    """Scans over passes; carries the state and the sum of the step in progress.
+
+    What a pass must not touch is put back by selection, not by branching: a branch would make the
+    host wait for the device at every step, and under `vmap` it becomes a selection anyway. Only
+    where α = 0 occurs (`may_skip`) is there a branch, around the private gradient.
+    """
+    zero = train_step.nothing_yet(state.params)
     takes_key = train_step.clipped_grad.takes_key
 
     def add_pass(state, partial_sum, x):
@@ -341,25 +347,25 @@ def _run_passes(
         return jax.tree.map(jnp.add, partial_sum, new)
 
     def body(carry, x):
-        def active(carry):
-            state, partial_sum = carry
+        state, partial_sum = carry
+        if may_skip:
             partial_sum = jax.lax.cond(
                 x.alpha > 0, lambda: add_pass(state, partial_sum, x), lambda: partial_sum
             )
-
-            def finish():
-                public_key = jax.random.fold_in(keys.public, state.step)
-                new_state, info = train_step.finish(
-                    state, partial_sum[0], partial_sum[1], public, x.alpha, public_key
-                )
-                return (new_state, zero), info
-
-            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), no_info))
-
-        return jax.lax.cond(x.is_active, active, lambda carry: (carry, no_info), carry)
+        else:
+            partial_sum = add_pass(state, partial_sum, x)
+        public_key = jax.random.fold_in(keys.public, state.step)
+        finished, info = train_step.finish(
+            state, partial_sum[0], partial_sum[1], public, x.alpha, public_key
+        )
+        # An idle pass holds padding alone: it adds zero, and is never the last of a step.
+        return _select(x.is_last, (finished, zero), (state, partial_sum)), info
 
     (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
     return state, partial_sum, infos
+
+
+_run_passes = jax.jit(scan_passes, static_argnames=("train_step", "may_skip"))
 
 
 def train(
@@ -419,7 +425,7 @@ def train(
         overlap: what to do about private rows that equal a public row.
         seed: makes the run reproducible and therefore not for release; by default all randomness
             comes from the operating system.
-        steps_per_call: steps per compiled call, and between two yields.
+        steps_per_call: steps between two yields.
         stream: keep private rows in host memory and send them batch by batch, prepared while the
             device computes; by default only if they do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
@@ -434,6 +440,127 @@ def train(
     Returns:
         An iterator of `(TrainState, TrainInfo)`.
     """
+    _check_ledger(ledger, budget, checkpoint)
+    with contextlib.ExitStack() as stack:
+        run: checkpoints.Run | None = None
+
+        def admit(alphas: np.ndarray) -> None:
+            nonlocal run
+            if checkpoint is not None:
+                file = ledger if isinstance(ledger, FileLedger) else None
+                run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
+                stack.callback(run.close)
+            if budget is not None:
+                charged = 0 if run is None else run.charged_steps
+                budget.admit(mechanism, charged_steps=charged, num_steps=int((alphas > 0).sum()))
+                budget.check_rows(private)
+
+        plan = plan_runs(
+            loss_fn,
+            params,
+            private,
+            public,
+            [alpha],
+            mechanism=mechanism,
+            optimizer=optimizer,
+            num_steps=num_steps,
+            public_loss_fn=public_loss_fn,
+            public_batch_size=public_batch_size,
+            scale_noise=scale_noise,
+            noisy_clip_norm=noisy_clip_norm,
+            average=average,
+            trainable=trainable,
+            microbatch_size=microbatch_size,
+            overlap=overlap,
+            steps_per_call=steps_per_call,
+            stream=stream,
+            ledger=ledger,
+            show_unprivatized=show_unprivatized,
+            admit=admit,
+        )
+        entropy = seed
+        if run is not None:
+            plan = plan._replace(ledger=run.ledger)
+            entropy = run.verify(_configuration(plan, run.key), seed)
+        rng, keys = randomness(entropy)
+        every = 1 if checkpoint is None else checkpoint.every
+        steps = _generate(plan, rng, keys, budget, run, every)
+        stack.pop_all()  # from here on the generator closes the run
+    return steps
+
+
+def _check_ledger(
+    ledger: Ledger | None, budget: Budget | None, checkpoint: Checkpoint | None
+) -> None:
+    if ledger is not None:
+        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
+    if budget is not None:
+        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
+        if ledger is not None:
+            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
+    if checkpoint is not None:
+        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+        if ledger is not None and not isinstance(ledger, FileLedger):
+            raise ValueError(
+                "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
+                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
+            )
+
+
+# Enough to hide the host behind the device, few enough that idle passes do not cost much.
+_MAX_PASSES_PER_CALL = 50
+
+
+class Plan(NamedTuple):
+    """A checked request: all that training needs but randomness. One row of `alphas` per run."""
+
+    train_step: TrainStep
+    params: Params
+    alphas: np.ndarray
+    private: PrivateData
+    public_arrays: Batch | None
+    excluded: np.ndarray
+    steps_per_call: int
+    stream: bool
+    ledger: Ledger
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism of every run."""
+        return self.train_step.mechanism
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step without private data occurs."""
+        return bool((self.alphas == 0).any())
+
+    @property
+    def starts(self) -> range:
+        """The first steps of the blocks between two yields."""
+        return range(0, self.alphas.shape[1], self.steps_per_call)
+
+    @property
+    def passes_per_call(self) -> int:
+        """Passes of one compiled call: what has to be idle in the last one of a block is less."""
+        calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
+        return -(-self.steps_per_call // calls)
+
+    def block(self, start: int) -> np.ndarray:
+        """α of the steps of one block."""
+        return self.alphas[:, start : start + self.steps_per_call]
+
+
+def plan_runs(
+    loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
+    public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
+    steps_per_call, stream, ledger, show_unprivatized,
+    admit: Callable[[np.ndarray], None] | None = None,
+) -> Plan:  # fmt: skip
+    """Checks everything that can be checked before private data is used; see `train`.
+
+    `alphas` holds one α (number, list or schedule) for each run that shares the rest. `admit` is
+    given their values when all but the private rows has been checked; it may refuse.
+    """
     require_private(private)
     _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=mechanism)
     _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=overlap)
@@ -445,16 +572,18 @@ def train(
     )
     if average is not None:
         _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
-    _check_ledger(ledger, budget, checkpoint, mechanism)
+    if ledger is not None:
+        _validate.instance_of(Ledger, ledger=ledger)
     if noisy_clip_norm is not None:
         _validate.positive(noisy_clip_norm=noisy_clip_norm)
     if public_batch_size is not None:
         _validate.positive_integer(public_batch_size=public_batch_size)
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
-    alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
-    _check_charged_steps(alphas, mechanism)
-    public_arrays = _check_public(public, alphas, needs_rows=bool((alphas < 1).any()))
+    table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
+    for row in table:
+        _check_charged_steps(row, mechanism)
+    public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
     mechanism.check_num_examples(len(private))
     params = jax.tree.map(jnp.asarray, params)
     train_step = TrainStep(
@@ -474,184 +603,125 @@ def train(
     if public_arrays is not None:
         _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
-    with contextlib.ExitStack() as stack:
-        run = None
-        if checkpoint is not None:
-            file = ledger if isinstance(ledger, FileLedger) else None
-            run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
-            stack.callback(run.close)
-            ledger = run.ledger
-        if budget is not None:
-            # Before any private row is used: all of the run fits, or none of it begins.
-            budget.admit(
-                mechanism,
-                charged_steps=0 if run is None else run.charged_steps,
-                num_steps=int((alphas > 0).sum()),
-            )
-            budget.check_rows(private)
-        excluded = np.zeros(len(private), bool)
-        if public is not None and public_loss_fn is None:
-            excluded = excluded_rows(private, public, overlap)
-        entropy = seed
-        if run is not None:
-            described = _configuration(
-                train_step, params, private, public_arrays, excluded, alphas, steps_per_call,
-                run.key,
-            )  # fmt: skip
-            entropy = run.verify(described, seed)
-        rng, keys = randomness(entropy)
-        stream = not _fits_on_device(private) if stream is None else stream
-        steps = _generate(
-            train_step, params, private, public_arrays, excluded, alphas, rng, keys,
-            steps_per_call, stream, ledger or Ledger(mechanism.adjacency), budget, run,
-            1 if checkpoint is None else checkpoint.every,
-        )  # fmt: skip
-        stack.pop_all()
-    return steps
-
-
-def _check_ledger(
-    ledger: Ledger | None,
-    budget: Budget | None,
-    checkpoint: Checkpoint | None,
-    mechanism: Mechanism,
-) -> None:
-    if ledger is not None:
-        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
-        if budget is not None:
-            raise ValueError(
-                "a run is charged to a ledger or to a budget, got both. Leave one out."
-            )
-        if ledger.adjacency is not mechanism.adjacency:
-            raise ValueError(
-                f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
-                f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
-            )
-        if checkpoint is not None and not isinstance(ledger, FileLedger):
-            raise ValueError(
-                "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
-                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
-            )
-    if budget is not None:
-        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
-    if checkpoint is not None:
-        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
-
-
-def _configuration(
-    train_step: TrainStep,
-    params: Params,
-    private: PrivateData,
-    public_arrays: Batch | None,
-    excluded: np.ndarray,
-    alphas: np.ndarray,
-    steps_per_call: int,
-    key: bytes,
-) -> dict[str, str]:
-    """Everything that decides what the run computes, in words or as a fingerprint."""
-
-    def example_of(arrays: Batch) -> PyTree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
-            ),
-            arrays,
+    if ledger is None:
+        ledger = Ledger(mechanism.adjacency)
+    elif ledger.adjacency is not mechanism.adjacency:
+        raise ValueError(
+            f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
+            f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
         )
+    if admit is not None:
+        admit(table)
+    excluded = np.zeros(len(private), bool)
+    if public is not None and public_loss_fn is None:
+        excluded = excluded_rows(private, public, overlap)
+    stream = not _fits_on_device(private) if stream is None else stream
+    return Plan(
+        train_step=train_step,
+        params=params,
+        alphas=table,
+        private=private,
+        public_arrays=public_arrays,
+        excluded=excluded,
+        steps_per_call=min(steps_per_call, total),
+        stream=stream,
+        ledger=ledger,
+    )
 
-    part = trainable_part(params, train_step._mask)
-    opt_state = train_step.optimizer.init(part)
+
+def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
+    """Everything that decides what the run computes, in words or as a fingerprint."""
+    step, params = plan.train_step, plan.params
+    part = trainable_part(params, step._mask)
+    opt_state = step.optimizer.init(part)
     plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
              "show_unprivatized", "trainable")  # fmt: skip
     described = {
-        "mechanism": repr(train_step.mechanism),
-        "alpha": checkpoints.outline(alphas),
-        "steps_per_call": str(steps_per_call),
+        "mechanism": repr(step.mechanism),
+        "alpha": checkpoints.outline(plan.alphas[0]),
+        "steps_per_call": str(plan.steps_per_call),
         "loss_fn": checkpoints.program(
-            with_key(train_step.loss_fn), params, example_of(private.arrays), jax.random.key(0)
+            with_key(step.loss_fn), params, _example_of(plan.private.arrays), jax.random.key(0)
         ),
-        "optimizer": checkpoints.program(train_step.optimizer.update, part, opt_state, part),
+        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
         "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
-        "private data": _fingerprint.of_arrays(key, (private.arrays, excluded)),
-        "public data": _fingerprint.of_arrays(key, public_arrays),
-        **{name: str(getattr(train_step, name)) for name in plain},
+        "private data": _fingerprint.of_arrays(key, (plan.private.arrays, plan.excluded)),
+        "public data": _fingerprint.of_arrays(key, plan.public_arrays),
+        **{name: str(getattr(step, name)) for name in plain},
     }
-    if train_step.public_loss_fn is not None and public_arrays is not None:
+    if step.public_loss_fn is not None and plan.public_arrays is not None:
         described["public_loss_fn"] = checkpoints.program(
-            with_key(train_step.public_loss_fn), params, example_of(public_arrays),
+            with_key(step.public_loss_fn), params, _example_of(plan.public_arrays),
             jax.random.key(0),
         )  # fmt: skip
     return described
 
 
 def _generate(
-    train_step, params, private, public_arrays, excluded, alphas, rng, keys,
-    steps_per_call, stream, ledger, budget, run, every,
-) -> Iterator[tuple[TrainState, TrainInfo]]:  # fmt: skip
-    mechanism = train_step.mechanism
+    plan: Plan,
+    rng: np.random.Generator,
+    keys: Keys,
+    budget: Budget | None,
+    run: checkpoints.Run | None,
+    every: int,
+) -> Iterator[tuple[TrainState, TrainInfo]]:
+    train_step, mechanism = plan.train_step, plan.mechanism
     name = secrets.token_hex(8) if run is None else run.id
-    batches = mechanism.batches(len(private), rng)
-    state = train_step.init(params, keys.noise)
-    partial_sum = (train_step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
-    on_device = None if stream else jax.device_put(private.arrays)
-    public_arrays = None if public_arrays is None else jax.device_put(public_arrays)
-    excluded_on_device = jax.device_put(excluded)
-    host_arrays = private.arrays if stream else None
-
-    def prepare(start: int) -> tuple[list[_Passes], str]:
-        block = alphas[start : start + steps_per_call]
-        calls = _pack(block, batches, mechanism.sampling.capacity, steps_per_call, host_arrays)
-        return calls, _sampling_state(rng)
+    state = train_step.init(plan.params, keys.noise)
+    partial_sum = train_step.nothing_yet(plan.params)
+    # Where the generator stands after so many draws: the next block is drawn ahead of time.
+    drawn = {0: _sampling_state(rng)}
+    batches = _recorded(mechanism.batches(len(plan.private), rng), rng, drawn)
 
     def charge(start: int, stop: int) -> None:
         if run is not None:
             # Steps that were charged before a crash are replayed, not charged again.
             start = max(start, run.charged_steps)
         if stop > start:
-            charged_to = ledger if budget is None else budget
+            charged_to = plan.ledger if budget is None else budget
             event = mechanism.event_between(start, stop)
             charged_to.charge(event, block=Block(name, start, stop))
 
     with contextlib.ExitStack() as stack:
-        begin, charged = 0, 0
+        begin, charged, total = 0, 0, plan.alphas.shape[1]
         if run is not None:
             stack.callback(run.close)
             if run.saved is None:
                 # From here on the run has its randomness, before anything is charged.
-                _save(run, state, None, _sampling_state(rng))
+                _save(run, state, None, drawn[0])
             else:
                 state, info = _restore(run.saved, state)
                 if info is not None:
                     begin, charged = info.step, info.charged_steps
                 for _ in range(charged):
                     next(batches)
-                if charged and _sampling_state(rng) != run.saved.position["sampling"]:
+                if drawn[charged] != run.saved.position["sampling"]:
                     raise checkpoints.CheckpointError(
                         "expected the batches of the run to be drawn again as they were, got "
                         "others. Resume on the machine and with the libraries it began with."
                     )
                 if info is not None:
                     yield state, info
-                if begin == len(alphas):
+                if begin == total:
                     run.finish()
                     return
-        executor = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        upcoming = executor.submit(prepare, begin)
-        for start in range(begin, len(alphas), steps_per_call):
-            calls, sampling = upcoming.result()
-            if start + steps_per_call < len(alphas):
-                upcoming = executor.submit(prepare, start + steps_per_call)
-            block = alphas[start : start + steps_per_call]
+        on_device = None if plan.stream else jax.device_put(plan.private.arrays)
+        public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
+        excluded = jax.device_put(plan.excluded)
+        for start, calls in prepared_blocks(plan, [batches], begin):
+            block = plan.block(start)[0]
             reads = int((block > 0).sum())
             charge(charged, charged + reads)
             charged += reads
             infos = []
             for inputs in calls:
+                one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
                 state, partial_sum, info = _run_passes(
-                    train_step, state, partial_sum, inputs, on_device, excluded_on_device,
-                    public_arrays, keys,
+                    train_step, plan.may_skip, state, partial_sum,
+                    one._replace(is_last=inputs.is_last), on_device, excluded, public_arrays, keys,
                 )  # fmt: skip
-                infos.append(jax.tree.map(lambda leaf, i=inputs: np.asarray(leaf)[i.is_last], info))
-            info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
+                infos.append(info)
+            info = whole_steps(calls, infos)
             found = TrainInfo(
                 step=start + len(block),
                 charged_steps=charged,
@@ -660,12 +730,21 @@ def _generate(
                 public_loss=info.public_loss,
                 unprivatized=info.unprivatized if train_step.show_unprivatized else None,
             )
-            done = found.step == len(alphas)
-            if run is not None and (done or (start // steps_per_call + 1) % every == 0):
-                _save(run, state, found, sampling)
+            due = found.step == total or (start // plan.steps_per_call + 1) % every == 0
+            if run is not None and due:
+                _save(run, state, found, drawn[charged])
             yield state, found
         if run is not None:
             run.finish()
+
+
+def _recorded(
+    batches: Iterator[np.ndarray], rng: np.random.Generator, drawn: dict[int, str]
+) -> Iterator[np.ndarray]:
+    """The batches; keeps where the generator stands after each of them."""
+    for count, batch in enumerate(batches, 1):
+        drawn[count] = _sampling_state(rng)
+        yield batch
 
 
 def _sampling_state(rng: np.random.Generator) -> str:
@@ -703,41 +782,86 @@ def _restore(saved: checkpoints.Saved, like: TrainState) -> tuple[TrainState, Tr
     )
 
 
-def _pack(
+def prepared_blocks(
+    plan: Plan, batches: Sequence[Iterator[np.ndarray]], begin: int = 0
+) -> Iterator[tuple[int, list[Passes]]]:
+    """The first step of each block and its inputs, drawn while the device is busy with the last."""
+    host_arrays = plan.private.arrays if plan.stream else None
+
+    def prepare(start: int) -> list[Passes]:
+        capacity = plan.mechanism.sampling.capacity
+        return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
+
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        upcoming = executor.submit(prepare, begin)
+        for start in plan.starts[begin // plan.steps_per_call :]:
+            calls = upcoming.result()
+            if start + plan.steps_per_call < plan.alphas.shape[1]:
+                upcoming = executor.submit(prepare, start + plan.steps_per_call)
+            yield start, calls
+
+
+def pack(
     alphas: np.ndarray,
-    batches: Iterator[np.ndarray],
+    batches: Sequence[Iterator[np.ndarray]],
     capacity: int,
     passes_per_call: int,
     host_arrays: Batch | None,
-) -> list[_Passes]:
-    """Draws the batches of a block of steps and lays them out as calls of one fixed shape."""
-    indices, alpha, is_last = [], [], []
-    for weight in alphas:
+) -> list[Passes]:
+    """Draws the batches of a block of steps and lays them out as calls of one fixed shape.
+
+    Several runs go in step: where one needs a further pass, the others pad. Leaves have an axis for
+    runs first, except `is_last`, which is the same for all of them.
+
+    Args:
+        alphas: α of the block's steps, one row per run.
+        batches: for each run, the draws to come.
+        capacity: rows of one pass.
+        passes_per_call: passes of one compiled call; where they are not enough, another call is
+            filled up with idle passes.
+        host_arrays: private rows, where they are sent batch by batch.
+    """
+    steps = []
+    for weights in alphas.T:
         # A step that reads no private data draws no batch either.
-        rows = (
-            passes(next(batches), capacity) if weight > 0 else np.full((1, capacity), PADDING, "i4")
-        )
-        indices.extend(rows)
-        alpha.extend([weight] * len(rows))
-        is_last.extend([False] * (len(rows) - 1) + [True])
-    idle = -len(indices) % passes_per_call
-    indices = np.concatenate([indices, np.full((idle, capacity), PADDING, "i4")])
-    alpha = np.concatenate([alpha, np.zeros(idle)]).astype(np.float32)
-    is_last = np.concatenate([is_last, np.zeros(idle, bool)])
-    is_active = np.arange(len(indices)) < len(indices) - idle
+        draws = [
+            passes(next(draw) if weight > 0 else np.zeros(0, "i4"), capacity)
+            for weight, draw in zip(weights, batches, strict=True)
+        ]
+        rows = np.full((len(draws), max(map(len, draws)), capacity), PADDING, "i4")
+        for run, draw in enumerate(draws):
+            rows[run, : len(draw)] = draw
+        steps.append((rows, weights))
+    lengths = np.asarray([rows.shape[1] for rows, _ in steps])
+    indices = np.concatenate([rows for rows, _ in steps], axis=1)
+    alpha = np.repeat(np.stack([weights for _, weights in steps], axis=1), lengths, axis=1)
+    is_last = np.zeros(indices.shape[1], bool)
+    is_last[np.cumsum(lengths) - 1] = True
+
+    idle = -len(is_last) % passes_per_call
+    indices = np.pad(indices, ((0, 0), (0, idle), (0, 0)), constant_values=PADDING)
+    alpha = np.pad(alpha, ((0, 0), (0, idle)), "edge")
+    is_last = np.pad(is_last, (0, idle))
     calls = []
-    for start in range(0, len(indices), passes_per_call):
+    for start in range(0, len(is_last), passes_per_call):
         part = slice(start, start + passes_per_call)
-        rows = np.maximum(indices[part], 0)
+        rows = indices[:, part]
         batch = None
         if host_arrays is not None:
-            batch = jax.tree.map(lambda leaf, rows=rows: leaf[rows], host_arrays)
-        calls.append(
-            jax.device_put(
-                _Passes(indices[part], batch, alpha[part], is_active[part], None)
-            )._replace(is_last=is_last[part])
-        )
+            batch = jax.tree.map(lambda leaf, rows=rows: leaf[np.maximum(rows, 0)], host_arrays)
+        # `is_last` stays on the host: it also says which results are those of a whole step.
+        rows, batch, weights = jax.device_put((rows, batch, alpha[:, part]))
+        calls.append(Passes(rows, batch, weights, is_last[part]))
     return calls
+
+
+def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
+    """Of what the passes of several calls report, the part that belongs to whole steps."""
+    kept = [
+        jax.tree.map(lambda leaf, call=call: np.asarray(leaf)[..., call.is_last], info)
+        for call, info in zip(calls, infos, strict=True)
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), *kept)
 
 
 def _check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
@@ -765,15 +889,19 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
-    """Traces the loss on one example's shape, so that mistakes surface before training."""
-    example = jax.tree.map(
+def _example_of(arrays: Batch) -> PyTree:
+    """Shapes and types of one example."""
+    return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
         ),
         arrays,
     )
-    result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
+
+
+def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
+    """Traces the loss on one example's shape, so that mistakes surface before training."""
+    result = jax.eval_shape(with_key(loss_fn), params, _example_of(arrays), jax.random.key(0))
     if getattr(result, "shape", None) != ():
         raise ValueError(
             f"{name}(params, example) must return one scalar for one example, got "

@@ -146,7 +146,7 @@ def train(folder: Path, variant: str) -> None:
     """Trains in a folder, going on with what is there, and leaves a digest of the result."""
     real = training._run_passes
 
-    def noted(train_step, state, partial_sum, inputs, private, *rest):
+    def noted(train_step, may_skip, state, partial_sum, inputs, private, *rest):
         note(
             folder,
             noise=digest(state.noise_state),
@@ -155,7 +155,7 @@ def train(folder: Path, variant: str) -> None:
             sums=digest(state.params, partial_sum),
             steps=int(state.step) + int(inputs.is_last.sum()),
         )
-        return real(train_step, state, partial_sum, inputs, private, *rest)
+        return real(train_step, may_skip, state, partial_sum, inputs, private, *rest)
 
     training._run_passes = noted
     options = VARIANTS[variant]

@@ -91,7 +91,7 @@ class TestGaussian:
             mechanism=tools.mechanism(),
             optimizer=tools.sgd(0.0),
         )
-        zero_sum = state.zero_sum(jnp.zeros(1000, jnp.bfloat16))
+        zero_sum = state.nothing_yet(jnp.zeros(1000, jnp.bfloat16))[0]
         assert zero_sum.dtype == jnp.float32
         privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
         noisy, _ = privatizer.update(zero_sum, privatizer.init(zero_sum))

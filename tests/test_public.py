@@ -138,6 +138,22 @@ class TestWarmStart:
         assert (first["a"] != other["a"]).any()
         np.testing.assert_array_equal(first["b"], params["b"])
 
+    def test_refit_learns_from_every_public_row(self):
+        """Rows that lie far off move the minimum, and only a refit can see the ones held out."""
+        options = {
+            "optimizer": optax.sgd(0.5),
+            "batch_size": None,
+            "max_epochs": 60,
+            "holdout_fraction": 0.5,
+        }
+        held = warm_start(tools.squared_distance, jnp.zeros(3), PublicData(X), **options)
+        again = warm_start(
+            tools.squared_distance, jnp.zeros(3), PublicData(X), **options, refit=True
+        )
+        np.testing.assert_array_equal(held.holdout_losses, again.holdout_losses)
+        np.testing.assert_allclose(again.params, X.mean(axis=0), atol=0.1)
+        assert np.linalg.norm(held.params - X.mean(axis=0)) > 0.1
+
     def test_private_data_is_a_type_error(self):
         with pytest.raises(TypeError, match="public must be PublicData, got PrivateData"):
             warm_start(tools.squared_distance, jnp.zeros(3), PrivateData(X))

@@ -13,7 +13,8 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Ledger, Overlap, PrivateData, PublicData, UnprotectedWarning, train
-from mirrordp.training import TrainStep, _run_passes, frozen_mask
+from mirrordp.clipping import frozen_mask
+from mirrordp.training import TrainStep, _run_passes
 from tests import statistical, tools
 from tests.tools import last, mechanism, poisson, recorder, released_gradients, sgd
 

@@ -1,0 +1,183 @@
+"""Where the milliseconds of private training go: `python -m benchmarks.training [--json FILE]`.
+
+For each of the paper's networks: the parts of a step, each as a compiled program of its own; the
+whole step inside `mirrordp.train`, everything included, with and without a public gradient; and
+sweeps, in which several runs share one compiled call. Parts do not have to add up to the whole: the
+compiler overlaps and fuses them.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mirrordp
+from benchmarks.clipping import NETWORKS, versions
+from benchmarks.timing import Contender, measure
+from experiments import models
+from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
+from mirrordp.public import public_grad
+from mirrordp.sweeps import Run, train_sweep
+
+SWEEP_SIZES = {"cifar10": (1, 2, 4), "emnist": (1, 2, 4, 8), "wikitext2": (1, 2, 4)}
+STEPS = {"gpu": 400, "cpu": 12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured part: milliseconds per step."""
+
+    network: str
+    part: str
+    milliseconds: float
+
+
+def problem(network: str, rows: int, seed: int = 0):
+    """A network and made-up rows of the right shape."""
+    rng = np.random.default_rng(seed)
+    if network == "wikitext2":
+        net = models.lstm_language_model()
+        return net, rng.integers(0, 8000, (rows, 35), dtype=np.int32)
+    net = models.cifar10_cnn() if network == "cifar10" else models.emnist_cnn()
+    shape = (32, 32, 3) if network == "cifar10" else (28, 28, 1)
+    images = rng.standard_normal((rows, *shape), np.float32)
+    return net, (images, rng.integers(0, 10, rows, dtype=np.int32))
+
+
+def parts(network: str, batch_size: int, rounds: int, seconds_per_round: float) -> list[Row]:
+    """The parts of a step, side by side."""
+    found = mechanism(batch_size, 100 * batch_size, num_steps=100)
+    capacity = found.sampling.capacity
+    net, arrays = problem(network, 4 * capacity)
+    params = net.init(jax.random.key(1))
+    arrays = jax.device_put(arrays)
+    rows = jnp.arange(capacity)[::-1]
+    batch = jax.tree.map(lambda leaf: leaf[rows], arrays)
+    is_padding = jnp.arange(capacity) >= batch_size
+    clipped = found.clipped_grad(net.loss)
+    privatizer = found.privatizer(jax.random.key(2))
+    noise_state = privatizer.init(params)
+    optimizer = optax.sgd(0.1)
+    opt_state = optimizer.init(params)
+    average = mirrordp.ExponentialAverage(0.999)
+    gradient = public_grad(net.loss, batch_size=batch_size)
+
+    def mean_loss(params, batch):
+        return jax.vmap(net.loss, (None, 0))(params, batch).mean()
+
+    def update(params, grad):
+        updates, _ = optimizer.update(grad, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        return new, average.update(params, new, jnp.asarray(100))
+
+    functions: dict[str, tuple[Callable, tuple]] = {
+        "not private: gradient": (jax.grad(mean_loss), (params, batch)),
+        "gather of the batch": (
+            lambda arrays: jax.tree.map(lambda leaf: leaf[rows], arrays),
+            (arrays,),
+        ),
+        "clipped sum": (clipped, (params, batch, is_padding)),
+        "noise": (lambda grad: privatizer.update(grad, noise_state)[0], (params,)),
+        "public gradient": (gradient, (params, arrays, jax.random.key(3))),
+        "update and average": (update, (params, params)),
+    }
+    contenders = []
+    for name, (function, arguments) in functions.items():
+        compiled = jax.jit(function).lower(*arguments).compile()
+        out = [compiled(*arguments)]
+
+        def run(out=out, compiled=compiled, arguments=arguments):
+            out[0] = compiled(*arguments)
+
+        contenders.append(
+            Contender("JAX", name, run, lambda out=out: jax.block_until_ready(out), None, None)
+        )
+    times = measure(contenders, rounds=rounds, seconds_per_round=seconds_per_round)
+    found_rows = [Row(network, c.method, t) for c, t in zip(contenders, times, strict=True)]
+    start = time.perf_counter()
+    draws = list(found.batches(100 * batch_size, np.random.default_rng(0)))
+    sampling = 1e3 * (time.perf_counter() - start) / len(draws)
+    return [*found_rows, Row(network, "sampling, on the host, overlapped", sampling)]
+
+
+def mechanism(batch_size: int, num_examples: int, num_steps: int) -> Mechanism:
+    """A mechanism of the paper's shape."""
+    return Mechanism(
+        sampling=PoissonSampling.for_batch_size(batch_size, num_examples=num_examples),
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        num_steps=num_steps,
+    )
+
+
+def whole(network: str, batch_size: int, num_steps: int) -> list[Row]:
+    """Whole steps inside `train` and `train_sweep`, compilation left out."""
+    num_examples = 20 * batch_size
+    net, arrays = problem(network, num_examples)
+    private, public = PrivateData(arrays), PublicData(problem(network, 2000, seed=1)[1])
+    params = net.init(jax.random.key(1))
+    block = max(2, num_steps // 4)
+    found = mechanism(batch_size, num_examples, num_steps=num_steps + block)
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    options = {
+        "mechanism": found,
+        "optimizer": optimizer,
+        "average": mirrordp.ExponentialAverage(0.999),
+        "public_batch_size": batch_size,
+        "steps_per_call": block,
+    }
+
+    def timed(steps) -> float:
+        """Milliseconds per step, the median over the blocks after the first one."""
+        times = []
+        state, _ = next(steps)
+        jax.block_until_ready(state.params)
+        start = time.perf_counter()
+        for state, _ in steps:
+            jax.block_until_ready(state.params)
+            times.append((time.perf_counter() - start) / block)
+            start = time.perf_counter()
+        return 1e3 * statistics.median(times)
+
+    rows = []
+    for name, alpha in (("train: DP-SGD", 1.0), ("train: PDA-DPMD", 0.9)):
+        steps = mirrordp.train(net.loss, params, private, public, alpha=alpha, **options)
+        rows.append(Row(network, name, timed(steps)))
+    for size in SWEEP_SIZES[network]:
+        runs = [
+            Run(seed=number, hyperparams={"learning_rate": 0.1 + number}) for number in range(size)
+        ]
+        steps = train_sweep(net.loss, params, private, runs=runs, **options)
+        rows.append(Row(network, f"train_sweep: {size} runs of DP-SGD", timed(steps)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args()
+    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    rows = []
+    for network in arguments.networks:
+        batch_size = NETWORKS[network]
+        rows += parts(network, batch_size, 5, 0.3 if device == "gpu" else 1.0)
+        rows += whole(network, batch_size, STEPS[device])
+    print("| network | part | ms |\n|---|---|---|")
+    for row in rows:
+        print(f"| {row.network} | {row.part} | {row.milliseconds:.3f} |")
+    if arguments.json:
+        found = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

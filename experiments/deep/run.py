@@ -1,0 +1,205 @@
+"""`python -m experiments run CONFIG...`: the final runs of settings files.
+
+A run that has its line in the results is skipped, so an interrupted command can be repeated.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from experiments import datasets, records
+from experiments.deep import results
+from experiments.deep.settings import Settings, SettingsError, load, point_id
+from experiments.deep.training import Loaded, WarmStarts, run_points
+
+
+class OutOfTime(Exception):
+    """The next run would not end within the time that was given."""
+
+
+@dataclasses.dataclass
+class Session:
+    """What the runs of one command share: data, warm starts, results, time.
+
+    Attributes:
+        folder: of the result lines.
+        read: gives the data of settings, with or without a holdout.
+        deadline: when to stop, by `time.monotonic`; None for never.
+        quiet: no progress.
+        max_steps: cut every run short, for tests of the machinery.
+    """
+
+    folder: Path
+    read: Callable[[Settings, int], datasets.Prepared]
+    deadline: float | None = None
+    quiet: bool = False
+    max_steps: int | None = None
+
+    def __post_init__(self):
+        self._loaded: dict = {}
+        self._warm_starts = WarmStarts()
+        self._slowest: dict = {}
+
+    def data(self, settings: Settings, kind: str) -> Loaded:
+        """The data of a sweep or of final runs; one data set is kept in memory at a time."""
+        holdout = settings.holdout if kind == "sweep" else 0
+        key = (settings.dataset, holdout, settings.vocabulary, settings.public_text)
+        if key not in self._loaded:
+            self._loaded = {key: Loaded.of(self.read(settings, holdout))}
+        return self._loaded[key]
+
+    def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[records.Record]:
+        """The result lines of points, computing those that are missing."""
+        data = self.data(points[0][0], kind)
+        ids = [
+            point_id(
+                settings,
+                kind=kind,
+                seed=seed,
+                num_private=len(data.private),
+                label=data.prepared.label,
+            )
+            for settings, seed in points
+        ]
+        there = results.by_id(self.folder)
+        todo = [point for point, name in zip(points, ids, strict=True) if name not in there]
+        for group in _groups(todo):
+            there |= {line["id"]: line for line in self._compute(group, data, kind)}
+        return [there[name] for name in ids]
+
+    def _compute(self, group, data: Loaded, kind: str) -> list[records.Record]:
+        settings, seed = group[0]
+        sort = (settings.dataset, settings.algorithm, len(group))
+        expected = self._slowest.get(sort, 0.0)
+        if self.deadline is not None and time.monotonic() + expected > self.deadline:
+            raise OutOfTime
+        what = f"{settings.name} η={settings.learning_rate:g}"
+        if settings.decay is not None:
+            what += f" K={settings.decay:g}"
+        what += f" seed {seed}" if len(group) == 1 else f" and {len(group) - 1} more"
+        begun = time.monotonic()
+        with tqdm(desc=what, unit="step", disable=self.quiet or not sys.stderr.isatty()) as bar:
+
+            def on_progress(step: int, total: int) -> None:
+                bar.total = total
+                bar.update(step - bar.n)
+
+            lines = run_points(
+                group,
+                data,
+                self._warm_starts,
+                kind=kind,
+                on_progress=on_progress,
+                max_steps=self.max_steps,
+            )
+        for line in lines:
+            records.append(results.file_of(self.folder, settings.name), line)
+            if not self.quiet:
+                print(_summary(line), flush=True)
+        self._slowest[sort] = max(expected, 1.1 * (time.monotonic() - begun))
+        return lines
+
+
+def _groups(points: Sequence[tuple[Settings, int]]) -> Iterable[list[tuple[Settings, int]]]:
+    """Neighbours that train together, as many as their settings say."""
+    group: list[tuple[Settings, int]] = []
+    for settings, seed in points:
+        if group and (group[0][0].name != settings.name or len(group) >= settings.together):
+            yield group
+            group = []
+        group.append((settings, seed))
+    if group:
+        yield group
+
+
+def _summary(line: records.Record) -> str:
+    values = ", ".join(
+        f"{name.replace('_', ' ')} {value:.4f}" if value is not None else f"{name} not finite"
+        for name, value in line["final"].items()
+    )
+    settings = line["settings"]
+    decay = f" K={settings['decay']:g}" if settings.get("decay") else ""
+    return (
+        f"{line['config']} η={settings['learning_rate']:g}{decay} seed {line['seed']} "
+        f"[{line['data']['label']}] ε={line['privacy']['epsilon_pld']:.3f}: {values} "
+        f"({line['seconds']:.0f} s)"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `run` and `sweep` have in common."""
+    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument("--data-root", type=Path, help="folder of the data (or MIRRORDP_DATA)")
+    parser.add_argument(
+        "--synthetic", action="store_true", help="made-up data, to try the machinery"
+    )
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
+    parser.add_argument(
+        "--max-seconds", type=float, help="begin no run that would not end in this time"
+    )
+    parser.add_argument("--max-steps", type=int, help="cut every run short (needs --synthetic)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def open_session(arguments: argparse.Namespace) -> Session:
+    """A session from parsed options."""
+    if arguments.max_steps is not None and not arguments.synthetic:
+        raise SettingsError("--max-steps is for --synthetic data: a cut run is no result.")
+
+    def read(settings: Settings, holdout: int) -> datasets.Prepared:
+        if arguments.synthetic:
+            text = settings.dataset == "wikitext2"
+            return datasets.synthetic(
+                settings.dataset,
+                num_private=max(1024, 2 * settings.batch_size),
+                num_validation=64 if holdout or text else 0,
+            )
+        text = {"vocabulary": settings.vocabulary, "public_text": settings.public_text}
+        return datasets.prepare(
+            settings.dataset,
+            arguments.data_root,
+            holdout=holdout,
+            **(text if settings.dataset == "wikitext2" else {}),
+        )
+
+    deadline = None
+    if arguments.max_seconds is not None:
+        deadline = time.monotonic() + arguments.max_seconds
+    return Session(
+        arguments.results, read, deadline, quiet=arguments.quiet, max_steps=arguments.max_steps
+    )
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Runs a command; mistakes of the caller end in one line, not in a traceback."""
+    try:
+        work()
+    except (SettingsError, datasets.DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OutOfTime:
+        print("stopped before --max-seconds; the same command continues.", flush=True)
+        return 3
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the final runs of the given settings."""
+    parser = argparse.ArgumentParser(prog="python -m experiments run", description=__doc__)
+    add_options(parser)
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the settings")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        configs = [load(path) for path in arguments.configs]
+        session = open_session(arguments)
+        for settings in configs:
+            seeds = arguments.seeds or settings.seeds
+            session.lines([(settings, seed) for seed in seeds], kind="final")
+
+    return guarded(work)

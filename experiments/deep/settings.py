@@ -1,0 +1,218 @@
+"""Settings of a run: one TOML file, checked before anything is computed.
+
+A file may name another one in `extends`, whose values it overrides.
+"""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from experiments import records
+
+ALGORITHMS = ("cold", "warm", "pda")
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class SettingsError(ValueError):
+    """A settings file that cannot be meant as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """Pre-training on public data; see `mirrordp.warm_start`."""
+
+    learning_rate: float = 1e-3
+    batch_size: int = 64
+    patience: int = 20
+    max_epochs: int = 300
+    refit: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """What a sweep tries.
+
+    Attributes:
+        learning_rates: where the search begins; it goes on along {1, 2, 5}·10^i until the best
+            rate has a neighbour on either side.
+        decays: values of K.
+        rate_from: the settings file whose best rate K is searched at, for PDA-DPMD.
+        seed: the one seed of a sweep.
+    """
+
+    learning_rates: tuple[float, ...] = ()
+    decays: tuple[float, ...] = ()
+    rate_from: str | None = None
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One row of the table.
+
+    Attributes:
+        name: path of the file below `experiments/configs`, without its ending.
+        dataset: `cifar10`, `emnist` or `wikitext2`.
+        algorithm: `cold` or `warm` DP-SGD, or `pda`: PDA-DPMD in the first-order form.
+        noise_multiplier: σ; or
+        target_epsilon: ε from which σ follows, by PLD accounting.
+        delta: δ.
+        batch_size: expected size of a Poisson batch.
+        epochs: n·epochs / batch_size is the number of steps, rounded down.
+        learning_rate: η.
+        decay: K of α_t = cos(πt / 2K), for `pda`.
+        decay_unit: what K counts: `epochs` or `steps`.
+        l2_clip_norm: C.
+        noisy_clip_norm: clip of the released gradient; 0 for none.
+        scale_noise: α(g + b) if true, αg + b if not.
+        public_batch_size: public examples of a step of PDA-DPMD.
+        augment_public: random shifts and flips of public images, in the warm start and in ∇Ψ.
+        average_decay: decay of the exponential average that is evaluated beside the last iterate.
+        holdout: private images that judge a sweep.
+        vocabulary: of text, see `experiments.datasets.prepare`.
+        public_text: of text, likewise.
+        seeds: of the final runs.
+        together: how many runs train in one compiled call.
+        about: what the run is there for.
+    """
+
+    name: str
+    dataset: str
+    algorithm: str
+    delta: float
+    batch_size: int
+    epochs: float
+    learning_rate: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    decay: float | None = None
+    decay_unit: str = "epochs"
+    l2_clip_norm: float = 1.0
+    noisy_clip_norm: float = 0.0
+    scale_noise: bool = True
+    public_batch_size: int = 256
+    augment_public: bool = False
+    average_decay: float = 0.999
+    holdout: int = 0
+    vocabulary: str = "train"
+    public_text: str = "split"
+    seeds: tuple[int, ...] = (1, 2, 3)
+    together: int = 1
+    about: str = ""
+    warm_start: WarmStartSettings = WarmStartSettings()
+    sweep: SweepSettings = SweepSettings()
+
+    def __post_init__(self):
+        def check(condition: bool, expected: str):
+            if not condition:
+                raise SettingsError(f"{self.name}: {expected}")
+
+        check(self.algorithm in ALGORITHMS, f"algorithm must be one of {', '.join(ALGORITHMS)}.")
+        check(
+            (self.noise_multiplier is None) != (self.target_epsilon is None),
+            "expected exactly one of noise_multiplier and target_epsilon.",
+        )
+        check(
+            (self.decay is not None) == (self.algorithm == "pda"),
+            f"decay (K) belongs to pda and to nothing else, got {self.decay!r} for "
+            f"{self.algorithm}.",
+        )
+        check(self.decay_unit in ("epochs", "steps"), "decay_unit must be epochs or steps.")
+        check(bool(self.seeds), "seeds must name at least one seed.")
+        check(
+            self.sweep.seed not in self.seeds,
+            "a final run must have another seed than the sweep that chose its settings.",
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """The values that decide the numbers of one run, apart from its seed."""
+        values = dataclasses.asdict(self)
+        for unimportant in ("name", "seeds", "together", "about", "sweep", "holdout"):
+            del values[unimportant]
+        if self.algorithm == "cold":
+            del values["warm_start"]
+        if self.algorithm != "pda":
+            del values["public_batch_size"], values["decay"], values["decay_unit"]
+        return values
+
+
+def load(path: Path) -> Settings:
+    """Read a settings file; what it does not say comes from the one it extends."""
+    path = Path(path)
+    values = _read(path)
+    try:
+        name = str(path.resolve().relative_to(CONFIGS.resolve()).with_suffix(""))
+    except ValueError:
+        name = path.stem
+    for key, kind in (("warm_start", WarmStartSettings), ("sweep", SweepSettings)):
+        values[key] = _make(kind, f"{name}, [{key}]", values.get(key, {}))
+    return _make(Settings, name, values | {"name": name})
+
+
+def set_values(path: Path, **values: float) -> None:
+    """Write numbers into a settings file, in place of the ones that are there."""
+    text = path.read_text()
+    for key, value in values.items():
+        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value:g}", text)
+        if count != 1:
+            raise SettingsError(f"{path.name}: expected one line '{key} = ...', found {count}.")
+    path.write_text(text)
+
+
+def point_id(settings: Settings, *, kind: str, seed: int, num_private: int, label: str) -> str:
+    """Identifies one run, so that it is computed once."""
+    return records.fingerprint(
+        {
+            "kind": kind,
+            "seed": seed,
+            "num_private": num_private,
+            "label": label,
+            **settings.identity(),
+        }
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path.name}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path.name} is not TOML: {error}.") from error
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    below = _read(path.parent / base)
+    merged = below | values
+    for key in ("warm_start", "sweep"):
+        if key in below and key in values:
+            merged[key] = below[key] | values[key]
+    return merged
+
+
+def _make(kind: type, name: str, values: dict[str, Any]) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise SettingsError(
+            f"{name}: unknown setting {unknown[0]!r}. Known are: {', '.join(sorted(fields))}."
+        )
+    missing = [
+        field.name
+        for field in fields.values()
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise SettingsError(f"{name}: the setting {missing[0]!r} is missing.")
+    for key, value in values.items():
+        expected = fields[key].type
+        kinds = expected if isinstance(expected, type) else None
+        if isinstance(value, list):
+            values[key] = tuple(value)
+        elif kinds is float and isinstance(value, int) and not isinstance(value, bool):
+            values[key] = float(value)
+        elif kinds in (int, float, str, bool) and type(value) is not kinds:
+            raise SettingsError(f"{name}: {key} must be of type {kinds.__name__}, got {value!r}.")
+    return kind(**values)

@@ -1,0 +1,100 @@
+"""What each data set is trained on: network, losses, metrics."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import models
+from experiments.models import Network
+from mirrordp.types import LossFn, Params
+
+
+class Task(NamedTuple):
+    """A network with its private loss, its loss on augmented public examples, and its metrics.
+
+    Attributes:
+        network: how to begin, predict, and the loss on one example.
+        augmented_loss: the loss with a random key, for public examples.
+        metrics: `(params, example) -> {name: value}`, averaged over examples.
+    """
+
+    network: Network
+    augmented_loss: LossFn
+    metrics: Any
+
+
+@functools.cache
+def task(dataset: str) -> Task:
+    """The task of a data set; the same object each time, so that nothing compiles twice."""
+    if dataset == "wikitext2":
+        network = models.lstm_language_model()
+        return Task(network, network.loss, functools.partial(_text_metrics, network))
+    network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
+    # Letters must not be mirrored.
+    flip = dataset == "cifar10"
+
+    def augmented_loss(params: Params, example: Any, key: jax.Array) -> jax.Array:
+        image, label = example
+        return network.loss(params, (augment(image, key, flip=flip), label))
+
+    return Task(network, augmented_loss, functools.partial(_image_metrics, network))
+
+
+def augment(image: jax.Array, key: jax.Array, *, flip: bool, margin: int = 4) -> jax.Array:
+    """Shift an image by up to `margin` pixels, edges repeated, and mirror half of them."""
+    shift_key, flip_key = jax.random.split(key)
+    padded = jnp.pad(image, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
+    row, column = jax.random.randint(shift_key, (2,), 0, 2 * margin + 1)
+    image = jax.lax.dynamic_slice(padded, (row, column, 0), image.shape)
+    if flip:
+        image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
+    return image
+
+
+def _image_metrics(network: Network, params: Params, example: Any) -> dict[str, jax.Array]:
+    image, label = example
+    logits = network.predict(params, image)
+    loss = jax.nn.logsumexp(logits) - logits[label]
+    return {"loss": loss, "accuracy": (jnp.argmax(logits) == label).astype(jnp.float32)}
+
+
+def _text_metrics(network: Network, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
+    logits = network.predict(params, tokens[:-1])
+    targets = tokens[1:]
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+    return {"loss": loss, "accuracy": jnp.mean(jnp.argmax(logits, axis=1) == targets)}
+
+
+def evaluate(task_: Task, params: Params, examples: Any, *, batch_size: int) -> dict[str, Any]:
+    """Metrics of stacked parameters (one row per run) over all examples, as arrays per run.
+
+    Args:
+        task_: whose metrics.
+        params: parameters with a leading axis for runs.
+        examples: arrays on the device.
+        batch_size: examples at a time.
+    """
+    count = jax.tree.leaves(examples)[0].shape[0]
+    totals: dict[str, Any] = {}
+    for start in range(0, count, batch_size):
+        stop = min(start + batch_size, count)
+        # Full batches of one shape; what the last one counts twice is masked.
+        first = max(0, stop - batch_size)
+        rows = jax.tree.map(lambda leaf, first=first: leaf[first : first + batch_size], examples)
+        fresh = np.arange(min(batch_size, count)) >= start - first
+        for name, value in _sums(task_.metrics, params, rows, fresh).items():
+            totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)
+    return {name: value / count for name, value in totals.items()}
+
+
+@functools.partial(jax.jit, static_argnames="metrics")
+def _sums(metrics, params, examples, fresh):
+    def one_run(params):
+        values = jax.vmap(metrics, in_axes=(None, 0))(params, examples)
+        return jax.tree.map(lambda leaf: jnp.sum(jnp.where(fresh, leaf, 0)), values)
+
+    return jax.lax.map(one_run, params)

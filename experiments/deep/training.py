@@ -1,0 +1,305 @@
+"""From settings to result lines: trains one run, or several in one compiled call."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mirrordp
+from experiments import records
+from experiments.datasets import Prepared
+from experiments.deep import tasks
+from experiments.deep.settings import Settings, point_id
+from mirrordp import Accountant, Mechanism, PoissonSampling, PrivateData, PublicData
+from mirrordp.sweeps import Run, train_sweep
+from mirrordp.types import Params
+
+NUM_EVALUATIONS = 20
+EVALUATION_BATCH = {"cifar10": 2000, "emnist": 8000, "wikitext2": 250}
+PACKAGES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A data set as training needs it, made once for many runs."""
+
+    prepared: Prepared
+    private: PrivateData
+    public: PublicData
+    validation: Any
+    test: Any
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> "Loaded":
+        """Put what is evaluated on the device."""
+        return cls(
+            prepared,
+            PrivateData(prepared.private),
+            PublicData(prepared.public),
+            None if prepared.validation is None else jax.device_put(prepared.validation),
+            jax.device_put(prepared.test),
+        )
+
+
+def mechanism(settings: Settings, num_private: int) -> Mechanism:
+    """The mechanism of a run: Poisson batches, zero-out adjacency (n is public)."""
+    sampling = PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private)
+    num_steps = int(num_private * settings.epochs / settings.batch_size)
+    common = {
+        "sampling": sampling,
+        "num_steps": num_steps,
+        "l2_clip_norm": settings.l2_clip_norm,
+    }
+    if settings.target_epsilon is not None:
+        return _calibrated(settings.target_epsilon, settings.delta, tuple(common.items()))
+    return Mechanism(noise_multiplier=settings.noise_multiplier, **common)
+
+
+@functools.cache
+def _calibrated(epsilon: float, delta: float, common: tuple) -> Mechanism:
+    return Mechanism.calibrate(epsilon=epsilon, delta=delta, **dict(common))
+
+
+@functools.cache
+def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
+    """ε at δ by both accountants, and what it speaks of."""
+    by = {
+        accountant: dataclasses.replace(found, accountant=accountant).epsilon(delta)
+        for accountant in (Accountant.RDP, Accountant.PLD)
+    }
+    return {
+        "epsilon_rdp": by[Accountant.RDP],
+        "epsilon_pld": by[Accountant.PLD],
+        "delta": delta,
+        "noise_multiplier": found.noise_multiplier,
+        "num_steps": found.num_steps,
+        "sampling_prob": found.sampling.sampling_prob,
+        "adjacency": found.adjacency.value,
+        "unit": found.unit,
+        "tuning_charged": False,
+    }
+
+
+def alpha(settings: Settings, num_private: int) -> float | Callable:
+    """α_t of the run."""
+    if settings.algorithm != "pda":
+        return 1.0
+    if settings.decay_unit == "steps":
+        return mirrordp.schedules.cosine(decay_steps=settings.decay)
+    return mirrordp.schedules.cosine(
+        decay_epochs=settings.decay, steps_per_epoch=num_private / settings.batch_size
+    )
+
+
+class WarmStarts:
+    """Pre-trained parameters by seed, computed once for all runs that begin there."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Params, dict[str, Any]]] = {}
+
+    def get(self, settings: Settings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
+        """The start of a run, and what is worth knowing about it."""
+        network = tasks.task(settings.dataset).network
+        cold = network.init(jax.random.key(seed))
+        if settings.algorithm == "cold":
+            return cold, {}
+        # Data sets of one process may differ in what is public (other text, another vocabulary).
+        public = (data.prepared.label, settings.vocabulary, settings.public_text)
+        key = (settings.dataset, public, settings.warm_start, settings.augment_public, seed)
+        if key not in self._found:
+            self._found[key] = _warm_start(settings, data, cold, seed)
+        return self._found[key]
+
+
+def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
+    start = time.perf_counter()
+    task = tasks.task(settings.dataset)
+    chosen = settings.warm_start
+    found = mirrordp.warm_start(
+        task.augmented_loss if settings.augment_public else task.network.loss,
+        cold,
+        data.public,
+        optimizer=_adam(chosen.learning_rate),
+        batch_size=chosen.batch_size,
+        patience=chosen.patience,
+        max_epochs=chosen.max_epochs,
+        refit=chosen.refit,
+        seed=seed,
+    )
+    about = {
+        "converged": found.converged,
+        "num_epochs": found.num_epochs,
+        "holdout_loss": float(np.min(found.holdout_losses)),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+    return found.params, about
+
+
+@functools.cache
+def _adam(learning_rate: float) -> optax.GradientTransformation:
+    return optax.adam(learning_rate)
+
+
+@functools.cache
+def _sgd() -> optax.GradientTransformation:
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+
+
+def run_points(
+    points: Sequence[tuple[Settings, int]],
+    data: Loaded,
+    warm_starts: WarmStarts,
+    *,
+    kind: str,
+    on_progress: Callable[[int, int], None] = lambda step, total: None,
+    max_steps: int | None = None,
+) -> list[records.Record]:
+    """Train settings with seeds in one compiled call, and return one result line for each.
+
+    The settings may differ in learning rate and K only. A sweep (`kind="sweep"`) is judged by the
+    validation part; the test part is looked at by final runs alone.
+
+    Args:
+        points: settings and seed of each run.
+        data: the data.
+        warm_starts: where to find or keep pre-trained parameters.
+        kind: `sweep` or `final`.
+        on_progress: called with steps done and steps in all.
+        max_steps: stop early, for tests of the machinery.
+    """
+    begun = time.perf_counter()
+    settings = points[0][0]
+    if any(_common(other) != _common(settings) for other, _ in points):
+        raise ValueError("runs that train together may differ in learning rate, K and seed only.")
+    task = tasks.task(settings.dataset)
+    num_private = len(data.private)
+    found = mechanism(settings, num_private)
+    starts = [warm_starts.get(setting, data, seed) for setting, seed in points]
+    num_steps = found.num_steps if max_steps is None else min(max_steps, found.num_steps)
+    options = {
+        "mechanism": found,
+        "optimizer": _sgd(),
+        "num_steps": num_steps,
+        "scale_noise": settings.scale_noise,
+        "noisy_clip_norm": settings.noisy_clip_norm or None,
+        "average": mirrordp.ExponentialAverage(settings.average_decay),
+        "steps_per_call": max(1, num_steps // NUM_EVALUATIONS),
+    }
+    if settings.algorithm == "pda":
+        options["public_batch_size"] = settings.public_batch_size
+        if settings.augment_public:
+            options["public_loss_fn"] = task.augmented_loss
+    runs = [
+        Run(
+            alpha=alpha(setting, num_private),
+            hyperparams={"learning_rate": setting.learning_rate},
+            params=start,
+            seed=seed,
+        )
+        for (setting, seed), (start, _) in zip(points, starts, strict=True)
+    ]
+    parts = {"validation": data.validation} if data.validation is not None else {}
+    if kind == "final":
+        parts["test"] = data.test
+    curves = _Curves(task, parts, EVALUATION_BATCH[settings.dataset])
+    curves.add(0, _stacked([start for start, _ in starts]), None)
+    public = data.public if settings.algorithm == "pda" else None
+    sweep = train_sweep(task.network.loss, starts[0][0], data.private, public, runs=runs, **options)
+    for states, infos in sweep:
+        curves.add(infos[0].step, states.params, states.average)
+        on_progress(infos[0].step, num_steps)
+    seconds = time.perf_counter() - begun
+    return [
+        {
+            "id": point_id(
+                setting, kind=kind, seed=seed, num_private=num_private, label=data.prepared.label
+            ),
+            "kind": kind,
+            "config": setting.name,
+            "settings": setting.identity(),
+            "seed": seed,
+            "data": {
+                "label": data.prepared.label,
+                "is_complete": data.prepared.is_complete,
+                "num_private": num_private,
+                "num_public": len(data.public),
+                "not_covered": data.prepared.facts.get("not_covered", []),
+            },
+            "privacy": privacy(found, settings.delta),
+            "warm_start": starts[number][1],
+            "curve": curves.of_run(number),
+            "final": curves.last_of_run(number),
+            "seconds": round(seconds / len(points), 2),
+            "trained_together": len(points),
+            "made_by": made_by(),
+        }
+        for number, (setting, seed) in enumerate(points)
+    ]
+
+
+def _common(settings: Settings) -> dict[str, Any]:
+    values = settings.identity()
+    for free in ("learning_rate", "decay"):
+        values.pop(free, None)
+    return values
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+class _Curves:
+    """Metrics of the last iterate and of the average, for each run, along training."""
+
+    def __init__(self, task: tasks.Task, parts: dict[str, Any], batch_size: int):
+        self._task, self._parts, self._batch_size = task, parts, batch_size
+        self._steps: list[int] = []
+        self._values: list[dict[str, np.ndarray]] = []
+
+    def add(self, step: int, last: Params, average: Params | None) -> None:
+        """Evaluate both; before the first step they are the same."""
+        found = {}
+        for iterate, params in (("last", last), ("average", average)):
+            if params is None:
+                continue
+            for part, examples in self._parts.items():
+                metrics = tasks.evaluate(self._task, params, examples, batch_size=self._batch_size)
+                found |= {f"{iterate}_{part}_{name}": value for name, value in metrics.items()}
+        if average is None:
+            found |= {key.replace("last", "average", 1): value for key, value in found.items()}
+        self._steps.append(step)
+        self._values.append(found)
+
+    def of_run(self, number: int) -> dict[str, list]:
+        """The curves of one run; a value that is not finite is null."""
+        names = self._values[0]
+        return {"step": self._steps} | {
+            name: [_number(values[name][number]) for values in self._values] for name in names
+        }
+
+    def last_of_run(self, number: int) -> dict[str, float | None]:
+        """The values after the last step."""
+        return {name: _number(value[number]) for name, value in self._values[-1].items()}
+
+
+def _number(value: Any) -> float | None:
+    return round(float(value), 6) if np.isfinite(value) else None
+
+
+@functools.cache
+def made_by() -> records.Record:
+    """Code, versions and machine."""
+    root = Path(__file__).parents[2]
+    sources = sorted(
+        [*root.glob("mirrordp/**/*.py"), *root.glob("experiments/deep/*.py")]
+        + [*root.glob("experiments/datasets/*.py"), root / "experiments" / "models.py"]
+    )
+    device = jax.devices()[0]
+    return records.provenance(PACKAGES, sources, f"{device.platform}, {device.device_kind}")

@@ -1,0 +1,226 @@
+"""Several runs at a time: one compiled call trains models that differ in what is cheap to vary.
+
+A small network leaves most of an accelerator idle. `train_sweep` maps the step of `mirrordp.train`
+over runs that differ in seed, starting point, α schedule and optimiser settings. Each run has its
+own batches and its own noise: it is the run that `train` would have made, up to rounding, and it
+costs as much privacy. Choosing the best of them on private data is not covered by the guarantee of
+one run: the ledger composes all of them.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mirrordp import _validate
+from mirrordp.data import Overlap, PrivateData, PublicData
+from mirrordp.ledger import Ledger
+from mirrordp.mechanism import Mechanism
+from mirrordp.training import (
+    TrainInfo,
+    TrainState,
+    plan_runs,
+    prepared_blocks,
+    randomness,
+    scan_passes,
+    whole_steps,
+)
+from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
+from mirrordp.updates import Average
+
+
+class Run(NamedTuple):
+    """What sets one run of a sweep apart.
+
+    Attributes:
+        alpha: α_t, as in `mirrordp.train`.
+        hyperparams: optimiser settings by name, for an optimiser that keeps them in its state
+            (`optax.inject_hyperparams`).
+        params: where this run begins, if not at the common start.
+        seed: as in `mirrordp.train`.
+    """
+
+    alpha: float | Sequence[float] | AlphaSchedule = 1.0
+    hyperparams: Mapping[str, float] = {}
+    params: Params | None = None
+    seed: int | None = None
+
+
+def train_sweep(
+    loss_fn: LossFn,
+    params: Params,
+    private: PrivateData,
+    public: PublicData | None = None,
+    *,
+    runs: Sequence[Run],
+    mechanism: Mechanism,
+    optimizer: optax.GradientTransformation,
+    num_steps: int | None = None,
+    public_loss_fn: LossFn | None = None,
+    public_batch_size: int | None = None,
+    scale_noise: bool = True,
+    noisy_clip_norm: float | None = None,
+    average: Average | None = None,
+    trainable: PyTree | None = None,
+    microbatch_size: int | None = None,
+    overlap: Overlap = Overlap.DROP,
+    steps_per_call: int = 50,
+    stream: bool | None = None,
+    ledger: Ledger | None = None,
+    show_unprivatized: bool = False,
+) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
+    """Trains all `runs` together; yields `(states, infos)` every few steps.
+
+    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    >>> runs = [Run(hyperparams={"learning_rate": rate}, seed=1) for rate in (0.1, 0.2, 0.5)]
+
+    Args:
+        loss_fn: as in `mirrordp.train`, like all arguments that are not listed here.
+        params: where a run begins that has no `params` of its own.
+        private: the sensitive rows.
+        public: the public rows.
+        runs: what sets the runs apart.
+        mechanism: of each run; the whole sweep costs as much as all of them.
+        optimizer: common to all; settings named in a run's `hyperparams` must be in its state.
+        num_steps: steps of each run.
+        public_loss_fn: see `mirrordp.train`.
+        public_batch_size: see `mirrordp.train`.
+        scale_noise: see `mirrordp.train`.
+        noisy_clip_norm: see `mirrordp.train`.
+        average: see `mirrordp.train`.
+        trainable: see `mirrordp.train`.
+        microbatch_size: see `mirrordp.train`.
+        overlap: see `mirrordp.train`.
+        steps_per_call: see `mirrordp.train`.
+        stream: see `mirrordp.train`.
+        ledger: where every step of every run is charged.
+        show_unprivatized: see `mirrordp.train`.
+
+    Returns:
+        An iterator. `states` is a `TrainState` whose leaves have one row per run; `infos` has one
+        `TrainInfo` per run. `run_state(states, i)` is the state of run i.
+    """
+    if len(runs) == 0:
+        raise ValueError("a sweep needs at least one run, got none.")
+    for number, run in enumerate(runs):
+        _validate.instance_of(Run, "Use Run(alpha=..., seed=...).", **{f"runs[{number}]": run})
+    plan = plan_runs(
+        loss_fn,
+        params,
+        private,
+        public,
+        [run.alpha for run in runs],
+        mechanism=mechanism,
+        optimizer=optimizer,
+        num_steps=num_steps,
+        public_loss_fn=public_loss_fn,
+        public_batch_size=public_batch_size,
+        scale_noise=scale_noise,
+        noisy_clip_norm=noisy_clip_norm,
+        average=average,
+        trainable=trainable,
+        microbatch_size=microbatch_size,
+        overlap=overlap,
+        steps_per_call=steps_per_call,
+        stream=stream,
+        ledger=ledger,
+        show_unprivatized=show_unprivatized,
+    )
+    random = [randomness(run.seed) for run in runs]
+    states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
+    batches = [mechanism.batches(len(private), rng) for rng, _ in random]
+    return _generate(plan, states, batches, _stack([keys for _, keys in random]))
+
+
+def run_state(states: TrainState, number: int) -> TrainState:
+    """The state of one run of a sweep."""
+    return jax.tree.map(lambda leaf: leaf[number], states)
+
+
+def _start(plan, run: Run, noise_key: jax.Array) -> TrainState:
+    begin = plan.params
+    if run.params is not None:
+        begin = jax.tree.map(jnp.asarray, run.params)
+        if jax.tree.map(jnp.shape, begin) != jax.tree.map(jnp.shape, plan.params):
+            raise ValueError(
+                "the params of a run must have the structure and shapes of the common params, got "
+                f"{jax.tree.map(jnp.shape, begin)}. Give every run the same network."
+            )
+    state = plan.train_step.init(begin, noise_key)
+    if not run.hyperparams:
+        return state
+    try:
+        opt_state = optax.tree.set(state.opt_state, **dict(run.hyperparams))
+    except KeyError as error:
+        raise ValueError(
+            f"the optimiser keeps no setting of the names {sorted(run.hyperparams)} in its state. "
+            "Make it with optax.inject_hyperparams, e.g. "
+            "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)."
+        ) from error
+    like = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), opt_state, state.opt_state)
+    return state._replace(opt_state=like)
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@functools.partial(jax.jit, static_argnames=("train_step", "may_skip"))
+def _run_all(train_step, may_skip, states, partial_sums, inputs, private, excluded, public, keys):
+    scan = functools.partial(scan_passes, train_step, may_skip)
+    if inputs.alpha.shape[0] == 1:
+        # Mapping over an axis of length one would only cost.
+        one = functools.partial(jax.tree.map, lambda leaf: leaf[0])
+        inputs = one(inputs._replace(is_last=None))._replace(is_last=inputs.is_last)
+        found = scan(one(states), one(partial_sums), inputs, private, excluded, public, one(keys))
+        return jax.tree.map(lambda leaf: leaf[None], found)
+    # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
+    axes = jax.tree.map(lambda _: 0, inputs._replace(is_last=None))
+    return jax.vmap(scan, in_axes=(0, 0, axes, None, None, None, 0))(
+        states, partial_sums, inputs, private, excluded, public, keys
+    )
+
+
+def _generate(plan, states, batches, keys) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
+    mechanism = plan.mechanism
+    nothing = plan.train_step.nothing_yet(plan.params)
+    partial_sums = _stack([nothing] * len(batches))
+    on_device = None if plan.stream else jax.device_put(plan.private.arrays)
+    public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
+    excluded = jax.device_put(plan.excluded)
+    charged = np.zeros(len(batches), int)
+    for start, calls in prepared_blocks(plan, batches):
+        block = plan.block(start)
+        reads = (block > 0).sum(axis=1)
+        for before, count in zip(charged, reads, strict=True):
+            plan.ledger.charge(mechanism.event_between(int(before), int(before + count)))
+        charged = charged + reads
+        infos = []
+        for inputs in calls:
+            states, partial_sums, info = _run_all(
+                plan.train_step, plan.may_skip, states, partial_sums, inputs, on_device, excluded,
+                public_arrays, keys,
+            )  # fmt: skip
+            infos.append(info)
+        info = whole_steps(calls, infos)
+        shown = plan.train_step.show_unprivatized
+        yield (
+            states,
+            [
+                TrainInfo(
+                    step=start + block.shape[1],
+                    charged_steps=int(charged[i]),
+                    alpha=block[i],
+                    noisy_grad_norm=info.noisy_grad_norm[i],
+                    public_loss=info.public_loss[i],
+                    unprivatized=jax.tree.map(lambda leaf, i=i: leaf[i], info.unprivatized)
+                    if shown
+                    else None,
+                )
+                for i in range(len(batches))
+            ],
+        )
