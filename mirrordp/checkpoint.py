@@ -64,7 +64,9 @@ class Checkpoint:
             CPUs are; other devices only if told so (XLA_FLAGS=--xla_gpu_deterministic_ops=true).
         resume: go on with the run in the folder, if there is one. Without it, a folder with an
             unfinished run is refused.
-        keep: keep the last checkpoint when the run ends. It is secret.
+        keep: keep the last checkpoint when the run ends; it is secret. A run that ended can then be
+            resumed too, and yields its last state again: keep it until the result is on disk, then
+            call `remove`.
         wait: seconds to wait for another process that uses the folder.
     """
 
@@ -87,6 +89,10 @@ class Checkpoint:
                 "without that promise. Use every=1, or set "
                 "XLA_FLAGS=--xla_gpu_deterministic_ops=true."
             )
+
+    def remove(self) -> None:
+        """Removes what is secret in the folder, at the latest when the result is safe elsewhere."""
+        remove_checkpoints(self.folder)
 
     def open(
         self,
@@ -349,6 +355,8 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
 def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
     """Removes what is secret in a run folder; the ledger stays."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return
     # The key goes last: without it a checkpoint that is still there could not be resumed.
     for _, path in sorted(checkpoint_files(folder).items()):
         path.unlink(missing_ok=True)

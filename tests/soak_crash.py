@@ -159,6 +159,11 @@ def train(folder: Path, variant: str) -> None:
 
     training._run_passes = noted
     options = VARIANTS[variant]
+    checkpoint = mirrordp.Checkpoint(
+        folder / "run", every=options.get("every", 1), resume=True, keep=True
+    )
+    if (folder / "result").exists():
+        return checkpoint.remove()
     steps = mirrordp.train(
         tools.squared_distance,
         jnp.array([0.5, -0.5, 0.25]),
@@ -170,13 +175,14 @@ def train(folder: Path, variant: str) -> None:
         average=mirrordp.UniformAverage(),
         steps_per_call=2,
         seed=11,
-        checkpoint=mirrordp.Checkpoint(folder / "run", every=options.get("every", 1), resume=True),
+        checkpoint=checkpoint,
     )
     for state, info in steps:
         result = [digest(state), info.step, [float(norm) for norm in info.noisy_grad_norm]]
     temporary = folder / "result.part"
     temporary.write_text(json.dumps(result))
     os.rename(temporary, folder / "result")
+    checkpoint.remove()
 
 
 def check_train(folder: Path) -> None:

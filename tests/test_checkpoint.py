@@ -429,8 +429,16 @@ class TestSecrets:
         }  # fmt: skip
 
     def test_kept_if_asked_for(self, tmp_path):
-        last(run(tmp_path / "run", keep=True))
+        state, _ = last(run(tmp_path / "run", keep=True))
         assert len(checkpoint_files(tmp_path / "run")) == 2
+        # A result that was lost after the end is still there, and costs nothing.
+        again = list(run(tmp_path / "run", keep=True, resume=True))
+        assert [info.step for _, info in again] == [12]
+        assert bits(again[0][0]) == bits(state)
+        Checkpoint(tmp_path / "run").remove()
+        assert not checkpoint_files(tmp_path / "run")
+        assert not (tmp_path / "run" / "secret.key").exists()
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
 
     def test_an_open_folder_is_closed_to_others(self, tmp_path):
         (tmp_path / "run").mkdir(mode=0o755)
