@@ -6,6 +6,7 @@ Durable means that the bytes and the directory entry that leads to them were han
 
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import socket
@@ -16,6 +17,10 @@ from pathlib import Path
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
+
+
+HAS_LOCKS = importlib.util.find_spec("fcntl") is not None
+"""Whether the system has the file locks that ledger files, budgets and checkpoints need."""
 
 
 class StorageError(Exception):
@@ -31,6 +36,8 @@ class LockedError(StorageError):
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Makes the entries of a folder durable: what was created, renamed or removed in it."""
+    if os.name == "nt":  # there a folder cannot be opened
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,13 +110,13 @@ class Lock:
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, *, wait: float = 0.0):
-        try:
-            import fcntl
-        except ImportError:
+        if not HAS_LOCKS:
             raise StorageError(
                 f"expected a system with file locks for {what}, got {sys.platform}. Use Linux or "
                 "macOS, or train without a budget, ledger file and checkpoint."
-            ) from None
+            )
+        import fcntl
+
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             deadline = time.monotonic() + wait

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import mirrordp
 from mirrordp import accounting, tabular
-from mirrordp._files import StorageError
+from mirrordp._files import HAS_LOCKS, StorageError
 from mirrordp.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.budget import Budget, BudgetStatus
 from mirrordp.checkpoint import (
@@ -748,7 +748,9 @@ def _fit(arguments: argparse.Namespace) -> int:
                 budget=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
-                checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True),
+                checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True)
+                if HAS_LOCKS
+                else None,
                 stage=_patiently,
             )
             fitted.write(out)
