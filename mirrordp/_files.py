@@ -74,6 +74,16 @@ def write_atomically(
         raise
 
 
+def remove_leftovers(folder: str | os.PathLike[str], name: str) -> None:
+    """Removes what `write_atomically` left of files whose names begin so, if it was killed.
+
+    For whoever holds the folder's lock: another process may be writing otherwise.
+    """
+    for path in Path(folder).iterdir():
+        if path.name.startswith(f".{name}"):
+            path.unlink(missing_ok=True)
+
+
 def write_all(handle: int, content: bytes) -> None:
     """`os.write` until everything is written."""
     rest = memoryview(content)

@@ -192,6 +192,7 @@ class Run:
                 folder / "lock", f"the run folder {str(folder)!r}", wait=checkpoint.wait
             )
         try:
+            _remove_leftovers(folder)
             self.key = _fingerprint.make_key(folder)
             self.saved = self._load()
             if self.saved is not None and not checkpoint.resume:
@@ -357,11 +358,18 @@ def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if not folder.is_dir():
         return
+    _remove_leftovers(folder)
     # The key goes last: without it a checkpoint that is still there could not be resumed.
     for _, path in sorted(checkpoint_files(folder).items()):
         path.unlink(missing_ok=True)
     (folder / _fingerprint.KEY_FILE).unlink(missing_ok=True)
     _files.sync_folder(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    # A checkpoint that was being written when the process was killed is as secret as a whole one.
+    for name in ("checkpoint-", _fingerprint.KEY_FILE):
+        _files.remove_leftovers(folder, name)
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:

@@ -179,6 +179,7 @@ class FileLedger(Ledger):
             },
         )
         with _named_errors(path):
+            _files.remove_leftovers(path.parent, path.name)
             # The head goes first: a ledger without one could not be told from one with a cut tail.
             _write_head(path, Position(1, first["hash"]))
             _files.write_atomically(path, _line(first), mode=_files.PRIVATE_FILE)
@@ -206,6 +207,7 @@ class FileLedger(Ledger):
             lock = _files.Lock(_beside(path, ".lock"), f"the ledger {str(path)!r}", wait=wait)
         try:
             with _named_errors(path):
+                _files.remove_leftovers(path.parent, path.name)
                 records, intact = _read(path)
                 if intact < path.stat().st_size:
                     os.truncate(path, intact)

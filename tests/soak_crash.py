@@ -206,7 +206,7 @@ def check_train_end(folder: Path, reference: Path) -> None:
     assert (folder / "result").read_text() == (reference / "result").read_text()
     mine, theirs = (FileLedger.read(path / "run" / "ledger.jsonl") for path in (folder, reference))
     assert mine.event == theirs.event, "not charged exactly once"
-    left = {path.name for path in (folder / "run").iterdir() if not path.name.startswith(".")}
+    left = {path.name for path in (folder / "run").iterdir()}
     assert left <= {"lock", "ledger.jsonl", "ledger.jsonl.head", "ledger.jsonl.lock"}, left
 
 

@@ -428,6 +428,14 @@ class TestSecrets:
             "lock", "ledger.jsonl", "ledger.jsonl.head", "ledger.jsonl.lock",
         }  # fmt: skip
 
+    def test_half_a_checkpoint_is_as_secret(self, tmp_path):
+        """What a process leaves that was killed while it wrote."""
+        interrupted(tmp_path / "run", 1)
+        for name in (".checkpoint-00000003.a1b2", ".secret.key.c3", ".ledger.jsonl.head.d4"):
+            (tmp_path / "run" / name).write_bytes(b"noise")
+        last(run(tmp_path / "run", resume=True))
+        assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
     def test_kept_if_asked_for(self, tmp_path):
         state, _ = last(run(tmp_path / "run", keep=True))
         assert len(checkpoint_files(tmp_path / "run")) == 2
