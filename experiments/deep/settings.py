@@ -4,6 +4,7 @@ A file may name another one in `extends`, whose values it overrides.
 """
 
 import dataclasses
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -163,15 +164,23 @@ def set_values(path: Path, **values: float) -> None:
 
 def point_id(settings: Settings, *, kind: str, seed: int, num_private: int, label: str) -> str:
     """Identifies one run, so that it is computed once."""
-    return records.fingerprint(
-        {
-            "kind": kind,
-            "seed": seed,
-            "num_private": num_private,
-            "label": label,
-            **settings.identity(),
-        }
+    return _id(settings.identity(), kind=kind, seed=seed, num_private=num_private, label=label)
+
+
+def line_id(line: records.Record) -> str:
+    """The `point_id` of the run that made a result line."""
+    return _id(
+        line["settings"],
+        kind=line["kind"],
+        seed=line["seed"],
+        num_private=line["data"]["num_private"],
+        label=line["data"]["label"],
     )
+
+
+def _id(identity: dict[str, Any], **others: Any) -> str:
+    # K = 200 and K = 200.0 are one run, however a TOML file or a JSON line spells it.
+    return records.fingerprint(json.loads(json.dumps({**identity, **others}), parse_int=float))
 
 
 def _read(path: Path) -> dict[str, Any]:
