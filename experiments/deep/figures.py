@@ -31,7 +31,13 @@ ITERATES = {
     "last": (":", 1.2, "last iterate"),
 }
 PARTS = ("validation", "test")
-METRICS = ("loss", "accuracy")
+# Rows of a figure: metric, algorithms, label. Cold DP-SGD's loss spans so much that the others need
+# a panel without it.
+ROWS = (
+    ("loss", ALGORITHMS, "loss"),
+    ("loss", ("warm", "pda"), "loss, without cold"),
+    ("accuracy", ALGORITHMS, "accuracy, %"),
+)
 
 
 def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -81,8 +87,8 @@ def draw_training(
     Returns:
         The path, or None where no line has anything to draw.
     """
-    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
-    panels = figure.subplots(len(METRICS), len(PARTS), sharex=True)
+    figure = Figure(figsize=(10.5, 10.2), layout="constrained")
+    panels = figure.subplots(len(ROWS), len(PARTS), sharex=True)
     drawn: list[Record] = []
     for column, part in enumerate(PARTS):
         kinds = set()
@@ -95,10 +101,11 @@ def draw_training(
             if any(f"last_{part}_loss" in line["curve"] for line in own):
                 drawn += own
                 kinds.add((kind, len(own)))
-            for row, metric in enumerate(METRICS):
-                _draw_curves(panels[row, column], own, part, metric, algorithm)
+            for row, (metric, shown, _) in enumerate(ROWS):
+                if algorithm in shown:
+                    _draw_curves(panels[row, column], own, part, metric, algorithm)
         if not kinds:
-            for row in range(len(METRICS)):
+            for row in range(len(ROWS)):
                 panels[row, column].text(0.5, 0.5, "no run yet", ha="center", va="center",
                                          transform=panels[row, column].transAxes)  # fmt: skip
                 panels[row, column].set_yticks([])
@@ -106,14 +113,13 @@ def draw_training(
         panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)
     if not drawn:
         return None
-    for row, metric in enumerate(METRICS):
-        for column in range(len(PARTS)):
-            axes = panels[row, column]
+    for row, (_, _, label) in enumerate(ROWS):
+        for axes in panels[row]:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
-            axes.set_ylabel(metric if metric == "loss" else "accuracy, %")
-            if row == len(METRICS) - 1:
-                axes.set_xlabel("steps")
+            axes.set_ylabel(label)
+    for axes in panels[-1]:
+        axes.set_xlabel("steps")
     there = {line["settings"]["algorithm"] for line in drawn}
     handles = [
         Line2D([], [], color=COLOURS[name], lw=2.4,
@@ -125,7 +131,8 @@ def draw_training(
         for style, width, label in ITERATES.values()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(_title(title_of(next(iter(algorithms.values()))), drawn), fontweight="bold")
+    what = title_of(next(iter(algorithms.values()))) + _epsilon(drawn)
+    figure.suptitle(_title(what, drawn), fontweight="bold")
     return _save(figure, path)
 
 
@@ -144,6 +151,16 @@ def _draw_curves(
                 steps, scale * (mean - spread), scale * (mean + spread),
                 color=COLOURS[algorithm], alpha=0.2, lw=0,
             )  # fmt: skip
+
+
+def _epsilon(lines: Sequence[Record]) -> str:
+    """ε of the final runs; that of a sweep is for fewer examples."""
+    found = {
+        f", ε = {line['privacy']['epsilon_pld']:.3g} (PLD, δ = {line['privacy']['delta']:g})"
+        for line in lines
+        if line["kind"] == "final"
+    }
+    return found.pop() if len(found) == 1 else ""
 
 
 def _title(what: str, lines: Sequence[Record]) -> str:
@@ -186,10 +203,14 @@ def draw_decay(
     gains = [(pda, found) for pda, found in gains if found]
     if not gains:
         return None
-    figure = Figure(figsize=(max(5.6, 4.9 * len(gains)), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(gains), squeeze=False)[0]
+    columns = 2
+    rows = math.ceil(len(gains) / columns)
+    figure = Figure(figsize=(5.0 * columns, 3.9 * rows + 0.5), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for spare in panels[len(gains) :]:
+        spare.remove()
     used: list[Record] = []
-    for axes, (pda, found) in zip(panels, gains, strict=True):
+    for axes, (pda, found) in zip(panels, gains, strict=False):
         used += results.sweep_lines(lines, pda)
         for number, (rate, by_decay) in enumerate(sorted(found.items())):
             decays = sorted(by_decay)
@@ -220,7 +241,7 @@ def draw_decay(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=9)
-    what = "Validation loss gained by PDA-DPMD over warm DP-SGD, sweep with one seed (up is better)"
+    what = "Validation loss gained by PDA-DPMD over warm DP-SGD, one seed (up is better)"
     figure.suptitle(_title(what, used), fontweight="bold", fontsize=11)
     return _save(figure, path)
 
