@@ -15,6 +15,7 @@ COMMANDS = {
     "table": ("experiments.deep.table", "the paper's Table 2 beside the results of these runs"),
     "figures": ("experiments.deep.figures", "their losses and accuracies against steps"),
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
+    "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
 }
 

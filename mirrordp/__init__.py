@@ -1,10 +1,19 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import accounting, ghost, mirror, schedules, theory
+from mirrordp import accounting, federated, ghost, mirror, schedules, theory
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
 from mirrordp.clipping import ClippedGrad, clipped_grad
-from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp.data import (
+    Overlap,
+    PrivateClients,
+    PrivateData,
+    PublicClients,
+    PublicData,
+    UnprotectedWarning,
+    split,
+)
 from mirrordp.exact import algorithm_1, paper_mechanism
+from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
@@ -16,6 +25,7 @@ from mirrordp.sampling import (
     FullBatch,
     PoissonSampling,
 )
+from mirrordp.sweeps import Run, train_sweep
 from mirrordp.training import TrainInfo, TrainState, TrainStep, train
 from mirrordp.updates import (
     ExponentialAverage,
@@ -31,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accountant",
+    "AdaptiveClip",
     "Adjacency",
     "BandedNoise",
     "ClippedGrad",
@@ -43,8 +54,11 @@ __all__ = [
     "Mechanism",
     "Overlap",
     "PoissonSampling",
+    "PrivateClients",
     "PrivateData",
+    "PublicClients",
     "PublicData",
+    "Run",
     "RunReport",
     "TrainInfo",
     "TrainState",
@@ -57,6 +71,8 @@ __all__ = [
     "accounting",
     "algorithm_1",
     "clipped_grad",
+    "federated",
+    "federated_train",
     "ghost",
     "lazy_mirror_descent",
     "linearized_lazy_mirror_descent",
@@ -68,5 +84,7 @@ __all__ = [
     "split",
     "theory",
     "train",
+    "train_sweep",
     "warm_start",
+    "warm_start_clients",
 ]
