@@ -340,7 +340,7 @@ def test_a_finished_run_is_skipped_and_a_cut_one_is_computed_again(tmp_path, cou
     with pytest.warns(UserWarning, match=r"emnist.jsonl, line 3: expected one JSON object"):
         again = session(tmp_path).lines(points, kind="final")
     assert again == first
-    assert counted[3:] == [[("emnist/pda-s1.89", 0.2, 3)]]
+    assert counted[3:] == [[(settings.name, settings.learning_rate, 3)]]
     # Another kind of run, other settings and another K are other runs.
     session(tmp_path).lines(points[:1], kind="sweep")
     session(tmp_path).lines([(dataclasses.replace(settings, decay=9.0), 1)], kind="final")
