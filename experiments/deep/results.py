@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import records
-from experiments.deep.settings import CONFIGS, Settings, line_id, load
+from experiments.deep.settings import CONFIGS, Settings, files_of, line_id, load
 
 RESULTS = Path(__file__).parents[1] / "results" / "deep"
 
@@ -110,8 +110,8 @@ def _missing(line: records.Record) -> str:
 
 def configurations(folder: Path = CONFIGS) -> dict[str, Settings]:
     """All settings files by name, without those that others extend."""
-    paths = sorted(path for path in folder.glob("*/*.toml") if path.stem != "base")
-    return {settings.name: settings for settings in map(load, paths)}
+    found = map(load, files_of(sorted(path for path in folder.iterdir() if path.is_dir())))
+    return {settings.name: settings for settings in found}
 
 
 def final_lines(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:

@@ -9,6 +9,7 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from experiments import datasets, records
 
 ALGORITHMS = ("cold", "warm", "pda")
 CONFIGS = Path(__file__).parents[1] / "configs"
+BASE = "base"
 
 
 class SettingsError(ValueError):
@@ -142,6 +144,17 @@ class Settings:
         if self.algorithm != "pda":
             del values["public_batch_size"], values["decay"], values["decay_unit"]
         return values
+
+
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """Settings files; a folder stands for all of its own but the one that they extend."""
+    found = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(file for file in path.glob("*.toml") if file.stem != BASE)
+        else:
+            found.append(path)
+    return found
 
 
 def load(path: Path) -> Settings:

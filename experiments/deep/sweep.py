@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from experiments import records
 from experiments.deep.run import Session, add_options, guarded, open_session
-from experiments.deep.settings import CONFIGS, Settings, SettingsError, load, set_values
+from experiments.deep.settings import CONFIGS, Settings, SettingsError, files_of, load, set_values
 
 _MAX_WIDENINGS = 12
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         session = open_session(arguments)
-        for path in arguments.configs:
+        for path in files_of(arguments.configs):
             chosen = sweep_of(load(path), session)
             print(f"{path.stem}: best {chosen}", flush=True)
             if not (arguments.keep or arguments.synthetic):

@@ -18,6 +18,7 @@ from experiments.deep.settings import (
     CONFIGS,
     SettingsError,
     WarmStartSettings,
+    files_of,
     line_id,
     load,
     point_id,
@@ -174,6 +175,14 @@ def test_a_file_overrides_what_it_extends(tmp_path):
     settings = load(written(tmp_path, text))
     assert settings.learning_rate == 0.5
     assert settings.warm_start == WarmStartSettings(patience=7, batch_size=8)
+
+
+def test_a_folder_stands_for_its_files():
+    found = files_of([CONFIGS / "emnist", CONFIGS / "cifar10" / "base.toml"])
+    assert [path.stem for path in found[:2]] == ["cold-e0.48", "cold-e25.80"]
+    assert len(found) == 13
+    # A file that is named is meant, even where it is no run.
+    assert found[-1].stem == "base"
 
 
 def test_set_values_writes_numbers_in_place(tmp_path):
