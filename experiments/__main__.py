@@ -13,6 +13,7 @@ COMMANDS = {
     "run": ("experiments.deep.run", "final runs of settings files: CIFAR-10, EMNIST, WikiText-2"),
     "sweep": ("experiments.deep.sweep", "search of learning rate and K for settings files"),
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
+    "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
 }
 

@@ -32,7 +32,7 @@ from mirrordp import _fingerprint, _validate, linear
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
-from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarning, excluded_rows
 from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
@@ -116,6 +116,7 @@ class _Problem:
         family: the loss.
         targets: private targets, shape (n, m).
         public_targets: public targets, if there are any.
+        prior: the targets of one further public row that the public model is fitted to, if any.
         counts: which private rows take part; None: all.
         shift: what was taken off the targets.
         scale: what they were then divided by.
@@ -125,6 +126,7 @@ class _Problem:
     family: Family
     targets: np.ndarray
     public_targets: np.ndarray | None
+    prior: float | None = None
     counts: np.ndarray | None = None
     shift: float = 0.0
     scale: float = 1.0
@@ -167,6 +169,11 @@ class _PrivateLinearModel(BaseEstimator):
     def fit(self, X, y, X_public=None, y_public=None, *, counts=None, budget=None, checkpoint=None):
         """Fits the model to private rows under (ε, δ)-differential privacy.
 
+        As in `mirrordp.train`, a private row that equals a public one, target included, is not used
+        twice: it stays in n and contributes zero, and a warning tells the operator. Where public
+        rows equal each other, values repeat by chance (a few categories, say) and equality is no
+        sign of a copy: then nothing is left out. The guarantee is the same either way.
+
         Args:
             X: private features, shape (n, d). Each row is one unit of protection.
             y: private targets, n of them.
@@ -193,6 +200,8 @@ class _PrivateLinearModel(BaseEstimator):
         problem = self._encode(y, y_public)
         if counts is not None:
             problem = problem.without(~_mask(counts, len(X)))
+        if X_public is not None:
+            problem = problem.without(_copies(problem, X, X_public))
         if X_public is None:
             scaling, theta, settings = self._plan_cold(problem, *X.shape)
         else:
@@ -297,7 +306,16 @@ class _PrivateLinearModel(BaseEstimator):
             raise ValueError(
                 f"{type(self).__name__} requires y{suffix} to be passed, but the target y is None."
             )
-        X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+        try:
+            X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+        except ValueError as error:
+            if "could not convert" not in str(error):
+                raise
+            # The original message quotes the value.
+            raise ValueError(
+                f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
+                f"public data.{remark}"
+            ) from None
         y = column_or_1d(y, warn=True)
         if len(y) != len(X):
             raise ValueError(
@@ -332,7 +350,10 @@ class _PrivateLinearModel(BaseEstimator):
         self, problem: _Problem, x: np.ndarray, num_private: int
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """Scaling, start and settings, from public rows and the budget."""
-        assert problem.public_targets is not None
+        targets = problem.public_targets
+        assert targets is not None
+        if problem.prior is not None:
+            targets = (len(x) * targets + problem.prior) / (len(x) + 1)
         rng = np.random.default_rng(_PUBLIC_SEED)
         follows_hessian = self.method != "dpsgd"
         scaling = _Scaling.of(
@@ -340,7 +361,7 @@ class _PrivateLinearModel(BaseEstimator):
             intercept=bool(self.fit_intercept),
             row_norm_bound=self.row_norm_bound,
         )
-        rows = Rows(scaling(x), problem.public_targets)
+        rows = Rows(scaling(x), targets)
         penalized = np.arange(rows.features.shape[1]) < x.shape[1]
         public = PublicObjective.cross_validated(
             problem.family, rows, penalized=penalized.astype(float), rng=rng
@@ -365,7 +386,7 @@ class _PrivateLinearModel(BaseEstimator):
         basis = geometry(public)
         theta = np.linalg.solve(basis, public.minimizer)
         if self._given("l2_clip_norm") is None:
-            whitened = Rows(rows.features @ basis, problem.public_targets)
+            whitened = Rows(rows.features @ basis, targets)
             norms = linear.gradient_norms(problem.family, theta, whitened)
             clip = float(np.quantile(norms, settings.l2_clip_norm))
             # All public residuals are zero: any clip norm will do.
@@ -451,14 +472,31 @@ def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     )
 
 
-def _as_numbers(name: str, y: np.ndarray) -> np.ndarray:
+def _copies(problem: _Problem, x: np.ndarray, x_public: np.ndarray) -> np.ndarray:
+    """A mask of the private rows that equal a public one, where that is a sign of a copy.
+
+    If public rows are all distinct, few private rows equal one of them by chance: about as many of
+    n as one public row is of all. Otherwise the most common rows would be the ones left out.
+    """
+    targets = problem.public_targets
+    assert targets is not None
+    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
+        return np.zeros(len(x), bool)
+    # A target that overflowed in scaling is infinite, which PrivateData refuses.
+    private = PrivateData({"x": x, "y": np.nan_to_num(problem.targets)})
+    return excluded_rows(private, PublicData({"x": x_public, "y": targets}))
+
+
+def _as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     try:
-        return y.astype(np.float64)
+        numbers = y.astype(np.float64)
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
-            "classes."
+            f"classes.{remark}"
         ) from None
+    _refuse_non_finite(name, numbers, remark)
+    return numbers
 
 
 def _mask(counts: Any, rows: int) -> np.ndarray:
@@ -564,7 +602,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         self.random_state = random_state
 
     def _encode(self, y, y_public):
-        y = _as_numbers("y", y)
+        y = _as_numbers("y", y, f" {UNPROTECTED}")
         shift, scale = 0.0, 1.0
         if self.target_range is not None:
             low, high = self.target_range
@@ -572,15 +610,17 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
             y = np.clip(y, low, high)
             shift, scale = (low + high) / 2, (high - low) / 2
         if y_public is not None:
-            y_public = _as_numbers("y_public", y_public)
+            y_public = _as_numbers("y_public", y_public, "")
             shift = float(y_public.mean())
             scale = float(y_public.std())
         # Without an intercept nothing could undo the shift.
         shift = shift if self.fit_intercept else 0.0
         scale = scale if scale > 0 else 1.0
+        with np.errstate(over="ignore"):
+            targets = (y[:, None] - shift) / scale
         return _Problem(
             linear.SQUARED_ERROR,
-            (y[:, None] - shift) / scale,
+            targets,
             None if y_public is None else (y_public[:, None] - shift) / scale,
             shift=shift,
             scale=scale,
@@ -649,7 +689,7 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
 
 
 def _as_counts(name: str, y: np.ndarray, remark: str) -> np.ndarray:
-    y = _as_numbers(name, y)
+    y = _as_numbers(name, y, remark)
     if (y < 0).any():
         raise ValueError(
             f"{name} must hold counts of at least 0, got {int((y < 0).sum())} negative values."
@@ -702,13 +742,16 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         self.random_state = random_state
 
     def _encode(self, y, y_public):
-        check_classification_targets(y)
         known = self.classes if self.classes is not None else y_public
-        self.classes_ = np.unique(y if known is None else np.asarray(known))
+        labels = y if known is None else np.asarray(known)
+        # What defines the classes must be labels; elsewhere a number of any kind is no class.
+        check_classification_targets(labels)
+        self.classes_ = np.unique(labels)
         if len(self.classes_) < 2:
+            remark = f" {UNPROTECTED}" if known is None else ""
             raise ValueError(
                 "a classifier needs at least two classes, got one class only: "
-                f"{self.classes_.tolist()}. Pass classes= if there are others."
+                f"{self.classes_.tolist()}. Pass classes= if there are others.{remark}"
             )
         targets, counts = self._one_hot(y)
         if not counts.all():
@@ -718,7 +761,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
                 UnprotectedWarning,
                 stacklevel=3,
             )
-        public_targets = None
+        public_targets = prior = None
         if y_public is not None:
             public_targets, is_class = self._one_hot(y_public)
             if not is_class.all():
@@ -727,13 +770,12 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
                     f"{np.unique(y_public[~is_class])[:5].tolist()}. Extend classes=."
                 )
             # One more row, shared by all classes: no class is impossible for being absent.
-            one_row = 1 / (len(y_public) + 1)
-            public_targets = (1 - one_row) * public_targets + one_row / len(self.classes_)
+            prior = 1 / len(self.classes_)
         shown = ()
         if known is None:
             shown = ("the set of labels: taken from the private rows, it counted as public",)
         family = linear.LOGISTIC if len(self.classes_) == 2 else linear.MULTINOMIAL
-        return _Problem(family, targets, public_targets, counts, shown=shown)
+        return _Problem(family, targets, public_targets, prior, counts, shown=shown)
 
     def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Targets, and which labels are classes at all."""

@@ -582,7 +582,7 @@ def plan_runs(
         _validate.positive_integer(microbatch_size=microbatch_size)
     table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
     for row in table:
-        _check_charged_steps(row, mechanism)
+        check_charged_steps(row, mechanism)
     public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
     mechanism.check_num_examples(len(private))
     params = jax.tree.map(jnp.asarray, params)
@@ -599,9 +599,9 @@ def plan_runs(
         microbatch_size=microbatch_size,
         show_unprivatized=show_unprivatized,
     )
-    _check_loss("loss_fn", loss_fn, params, private.arrays)
+    check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
-        _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
+        check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
     if ledger is None:
         ledger = Ledger(mechanism.adjacency)
@@ -864,7 +864,8 @@ def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), *kept)
 
 
-def _check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+def check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+    """Raises unless the mechanism was made for as many steps as read private data."""
     charged = int((alphas > 0).sum())
     if charged > mechanism.num_steps:
         raise ValueError(
@@ -899,7 +900,7 @@ def _example_of(arrays: Batch) -> PyTree:
     )
 
 
-def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
+def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
     result = jax.eval_shape(with_key(loss_fn), params, _example_of(arrays), jax.random.key(0))
     if getattr(result, "shape", None) != ():

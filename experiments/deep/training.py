@@ -297,9 +297,7 @@ def _number(value: Any) -> float | None:
 def made_by() -> records.Record:
     """Code, versions and machine."""
     root = Path(__file__).parents[2]
-    sources = sorted(
-        [*root.glob("mirrordp/**/*.py"), *root.glob("experiments/deep/*.py")]
-        + [*root.glob("experiments/datasets/*.py"), root / "experiments" / "models.py"]
-    )
+    patterns = ("mirrordp/**/*.py", "experiments/models.py", "experiments/deep/*.py")
+    sources = sorted(path for pattern in patterns for path in root.glob(pattern))
     device = jax.devices()[0]
     return records.provenance(PACKAGES, sources, f"{device.platform}, {device.device_kind}")
