@@ -406,7 +406,10 @@ def predict_file(
 
 def _write_whole(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     """Writes a table through a temporary file beside it, so that nobody sees half of it."""
+    # A rename would put an ordinary file in the place of a link.
+    path = Path(os.path.realpath(path))
     try:
+        _files.check_replaceable(path)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             temporary = Path(folder) / path.name
             write_table(temporary, columns)
