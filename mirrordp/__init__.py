@@ -1,7 +1,10 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
 from mirrordp import accounting, federated, ghost, mirror, schedules, theory
+from mirrordp._files import StorageError
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import ClippedGrad, clipped_grad
 from mirrordp.data import (
     Overlap,
@@ -14,7 +17,7 @@ from mirrordp.data import (
 )
 from mirrordp.exact import algorithm_1, paper_mechanism
 from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
 from mirrordp.public import WarmStart, warm_start
@@ -44,9 +47,12 @@ __all__ = [
     "AdaptiveClip",
     "Adjacency",
     "BandedNoise",
+    "Budget",
+    "Checkpoint",
     "ClippedGrad",
     "CyclicPoissonSampling",
     "ExponentialAverage",
+    "FileLedger",
     "FixedSizeSampling",
     "FullBatch",
     "GaussianNoise",
@@ -60,6 +66,7 @@ __all__ = [
     "PublicData",
     "Run",
     "RunReport",
+    "StorageError",
     "TrainInfo",
     "TrainState",
     "TrainStep",
