@@ -281,6 +281,11 @@ class PrivateStrategy(Strategy):
             )
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
         self.ledger = Ledger(mechanism.adjacency) if ledger is None else ledger
+        self._covers = (
+            "this run"
+            if ledger is None
+            else "everything charged to the ledger, by runs that were fixed beforehand"
+        )
         _validate.instance_of(Ledger, ledger=self.ledger)
         if self.ledger.adjacency is not mechanism.adjacency:
             raise ValueError(
@@ -532,7 +537,7 @@ class PrivateStrategy(Strategy):
             results=found,
             **(
                 {
-                    "scope": f"everything charged to the ledger, {self._against}",
+                    "scope": f"{self._covers}, {self._against}",
                     "shown_without_protection": ["counts of replies, in the server's log"],
                 }
                 | options
