@@ -413,7 +413,7 @@ class PrivateStrategy(Strategy):
         if self._public is not None:
             public_gradient, public_loss = self.step.zero_sum(self.state.params).delta, jnp.nan
             if alpha < 1:
-                key = jax.random.fold_in(self._public_key, server_round)
+                key = jax.random.fold_in(self._public_key, self.state.round)
                 public_gradient, public_loss = _public_grad(
                     self.step, self.state, self._public, key, self._public_width
                 )
