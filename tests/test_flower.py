@@ -97,6 +97,9 @@ class FakeGrid:
     def pull_messages(self, message_ids):
         return [reply for name in message_ids for reply in self.replies.pop(name, [])]
 
+    def send_and_receive(self, messages, *, timeout=None):
+        return self.pull_messages(self.push_messages(messages))
+
 
 def ask(server, number=1, grid=None):
     return server.configure_train(number, server.arrays, ConfigRecord(), grid or FakeGrid())
@@ -465,6 +468,25 @@ def test_a_run_is_what_federated_train_simulates():
         seed=5,
     )
     np.testing.assert_allclose(server.run(FakeGrid(answer)), simulated.params, rtol=1e-4)
+
+
+def test_flowers_own_loop():
+    app = client(lambda params, _: jax.tree.map(lambda leaf: leaf - 0.01, params))
+    server = strategy()
+    grid = FakeGrid(lambda message: [app(message, CONTEXT)])
+    result = server.start(grid, server.arrays, num_rounds=ROUNDS)
+    np.testing.assert_allclose(wide(flower.from_arrays(result.arrays, PARAMS)), -0.03, rtol=1e-4)
+    assert [int(number) for number in result.train_metrics_clientapp] == [1, 2, 3]
+    assert set(result.train_metrics_clientapp[3]) == {
+        "epsilon", "delta", "alpha", "noisy-grad-norm", "clip-norm",
+    }  # fmt: skip
+    assert not result.evaluate_metrics_clientapp
+
+
+def test_another_model_on_the_client_is_named():
+    message = ask(strategy())[0]
+    with pytest.raises(flower.ReplyError, match="must share one model"):
+        client(like={"w": jnp.zeros(3)})(message, CONTEXT)
 
 
 def test_clients_clip():
