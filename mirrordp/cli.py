@@ -1,4 +1,4 @@
-"""The command line: `mirrordp account | calibrate | demo | fit | predict`.
+"""The command line: `mirrordp account | calibrate | demo | fit | predict | report | compare`.
 
 With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
 standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 import mirrordp
 from mirrordp import accounting, tabular
 from mirrordp.accounting import Accountant, Adjacency, DpEvent
-from mirrordp.report import NOT_FOR_RELEASE, upwards
+from mirrordp.report import NOT_FOR_RELEASE, ReportError, upwards
+from mirrordp.report_commands import add_report_commands
 from mirrordp.tables import TASKS
 
 DEFAULT_FOLDER = "mirrordp-demo"
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         with _quiet_accountant(), _one_line_warnings():
             return arguments.run(arguments)
-    except UsageError as error:
+    except (UsageError, ReportError) as error:
         print(f"mirrordp: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -172,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     _add_table_commands(commands)
+    add_report_commands(commands, _command)
     return parser
 
 
@@ -244,8 +246,8 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
 def _no_command(arguments: argparse.Namespace) -> int:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit or predict), got none; see "
-        "'mirrordp --help'."
+        "expected a command (account, calibrate, demo, fit, predict, report or compare), got none; "
+        "see 'mirrordp --help'."
     )
 
 

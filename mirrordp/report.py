@@ -23,6 +23,7 @@ import numpy as np
 
 from mirrordp import _validate
 from mirrordp.accounting import Adjacency
+from mirrordp.charts import PALETTE
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import UNITS, Mechanism
 
@@ -564,8 +565,6 @@ class Curve:
         return self.values.std(axis=0, ddof=1) / math.sqrt(trials)
 
 
-# Okabe and Ito's palette, told apart under every common colour blindness.
-_COLOURS = ("#7f7f7f", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS = ("s", "^", "o", "D", "v", "P")
 
 
@@ -582,15 +581,15 @@ def comparison_figure(
     """
     from matplotlib.figure import Figure
 
-    if not 1 <= len(curves) <= len(_COLOURS):
-        raise ValueError(f"a figure shows 1 to {len(_COLOURS)} methods, got {len(curves)}.")
+    if not 1 <= len(curves) <= len(PALETTE):
+        raise ValueError(f"a figure shows 1 to {len(PALETTE)} methods, got {len(curves)}.")
     figure = Figure(figsize=(9.5, 4.4), layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     course, final = figure.subplots(1, 2, width_ratios=(3, 2))
     ends = [curve.mean[-1] for curve in curves]
     best = int(np.argmin(ends))
     for index, curve in enumerate(curves):
-        colour, marker = _COLOURS[index], _MARKERS[index]
+        colour, marker = PALETTE[index], _MARKERS[index]
         mean, error = curve.mean, curve.standard_error
         every = max(1, len(curve.steps) // 6)
         course.plot(
@@ -635,9 +634,7 @@ def _spending(
     with warnings.catch_warnings():
         # A delta that is too large has been warned about.
         warnings.simplefilter("ignore")
-        return tuple(
-            (count, mechanism.epsilon(delta, num_steps=count)) for count in sorted(counts)
-        )
+        return tuple((count, mechanism.epsilon(delta, num_steps=count)) for count in sorted(counts))
 
 
 def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import math
 
 import dp_accounting
 import pytest
+from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from dp_accounting.pld import PLDAccountant
 from scipy import optimize, stats
 
 from mirrordp import accounting
