@@ -45,6 +45,7 @@ class Series:
         band: draw low and high as a band; else as a bar at each point.
         look: number that decides colour, marker and dashes.
         markers: draw a marker at each point.
+        solid: without dashes, where there is nothing to tell apart.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Series:
     band: bool = True
     look: int = 0
     markers: bool = True
+    solid: bool = False
 
     @property
     def colour(self) -> str:
@@ -64,6 +66,8 @@ class Series:
     @property
     def dashes(self) -> str:
         """Its dash pattern; empty for a whole line."""
+        if self.solid:
+            return ""
         return _DASHES[(self.look // len(PALETTE) + self.look) % len(_DASHES)]
 
 

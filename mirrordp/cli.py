@@ -1,15 +1,18 @@
 """The command line: `mirrordp account | calibrate | demo | fit | predict | report | compare`.
 
 With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
-standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
-came and what to do.
+standard error, progress as plain lines where that is no terminal, and not at all with `--quiet`.
+Nothing ends in a traceback unless MIRRORDP_TRACEBACK is set. Bad input ends with exit code 2 and
+one sentence that says what was expected, what came and what to do.
 """
 
 import argparse
 import contextlib
+import contextvars
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -35,6 +38,13 @@ _LEAST_NOISE = 0.01
 _MOST_STEPS = 10**7
 _LARGEST_TARGET = 1000.0
 _LARGEST_FOR_PLD = 1e5
+
+
+# Seconds after which something that goes on is mentioned, and after which it is mentioned again.
+_PATIENCE = 2.0
+_REMINDER = 30.0
+
+_quiet = contextvars.ContextVar("quiet", default=False)
 
 
 class UsageError(Exception):
@@ -71,13 +81,56 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"'{arguments.prog} --help'."
             )
         with _quiet_accountant(), _one_line_warnings():
-            return arguments.run(arguments)
+            token = _quiet.set(getattr(arguments, "quiet", False))
+            try:
+                return _finished(arguments.run(arguments))
+            finally:
+                _quiet.reset(token)
     except (UsageError, ReportError) as error:
         print(f"mirrordp: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mirrordp: interrupted.", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; Python must not try to flush again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(
+            "mirrordp: error: expected files that can be read and written, got "
+            f"{str(error.filename)!r} ({error.strerror}); make room or choose another place.",
+            file=sys.stderr,
+        )
+        return 2
+    except Exception as error:
+        if os.environ.get("MIRRORDP_TRACEBACK"):
+            raise
+        # The message may quote private data, so the operator has to ask for it.
+        print(
+            f"mirrordp: error: expected to finish, got {type(error).__name__} "
+            f"({_place(error)}), which should not happen; set MIRRORDP_TRACEBACK=1 to see where "
+            "from, which may show private data, and please report it.",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def _finished(code: int) -> int:
+    """Flushes here, where a reader that has gone away can still be dealt with."""
+    sys.stdout.flush()
+    return code
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "unknown place"
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
 
 
 @contextlib.contextmanager
@@ -190,6 +243,9 @@ def _command(
         description=summary[0].upper() + summary[1:] + ".",
         epilog=example,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress; errors and warnings are still shown"
     )
     parser.set_defaults(run=run, prog=parser.prog)
     return parser
@@ -458,7 +514,8 @@ def _orders(arguments: argparse.Namespace) -> tuple[float, ...] | None:
 def _advised(arguments: argparse.Namespace, compute: Callable[[], Any]) -> Any:
     """Turns a refusal of the library into one sentence."""
     try:
-        return compute()
+        with _patiently("computing epsilon"):
+            return compute()
     except accounting.UnsupportedError as error:
         if arguments.accountant is None:
             raise UsageError(_sentence(error)) from None
@@ -552,12 +609,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     from mirrordp import demo
 
     settings = demo.Settings()
-    print(
-        f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
-        f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
-        file=sys.stderr,
+    if not arguments.quiet:
+        print(
+            f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
+            f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
+            file=sys.stderr,
+        )
+    result = demo.run_demo(
+        folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
     )
-    result = demo.run_demo(folder, seed=arguments.seed, settings=settings)
     report = result.report
     if arguments.json:
         print(
@@ -770,16 +830,39 @@ def _table_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patiently(doing: str) -> Iterator[None]:
-    """Says on standard error what is going on where it takes more than two seconds."""
-    timer = threading.Timer(
-        2.0, lambda: print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
-    )
-    timer.daemon = True
-    timer.start()
+    """Says on standard error what is going on where it takes more than two seconds.
+
+    On a terminal the line counts the seconds and goes away at the end; elsewhere it is a plain line
+    after two seconds and another one every half minute.
+    """
+    if _quiet.get():
+        yield
+        return
+    done = threading.Event()
+    terminal = sys.stderr.isatty()
+    began = time.monotonic()
+
+    def tell() -> None:
+        shown = not done.wait(_PATIENCE)
+        if shown and not terminal:
+            print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
+        while not done.is_set():
+            if terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            if not done.wait(1.0 if terminal else _REMINDER) and not terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+        if shown and terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
 
 
 def _writable(folder: Path) -> Path:

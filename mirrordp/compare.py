@@ -275,7 +275,7 @@ class Comparison:
 def spans_decades(comparison: Comparison) -> bool:
     """Whether ε is better drawn on a logarithmic axis."""
     drawn = [row.report.epsilon for rows in comparison.groups().values() for row in rows]
-    return bool(drawn) and max(drawn) > 8 * min(drawn)
+    return bool(drawn) and max(drawn) > 4 * min(drawn)
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:

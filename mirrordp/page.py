@@ -38,10 +38,12 @@ h2{margin:0 0 .6rem;font-size:1.15rem}
 h3{margin:1.2rem 0 .4rem;font-size:1rem}
 p{margin:.45rem 0}
 .quiet,figcaption{color:var(--soft);font-size:.9rem}
-.figures{display:flex;flex-wrap:wrap;gap:.6rem 2.2rem;margin:.9rem 0 .2rem}
-.figures div{min-width:6rem}
-.figures b{display:block;font-size:1.65rem;line-height:1.2;font-variant-numeric:tabular-nums}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.6rem 1.2rem;
+margin:.9rem 0 .2rem}
+.figures b{display:block;font-size:1.5rem;line-height:1.2;font-variant-numeric:tabular-nums}
 .figures span{color:var(--soft);font-size:.85rem}
+.pill{display:inline-block;margin:.7rem 0 0;padding:.15rem .7rem;border-radius:1rem;
+background:var(--stop);color:#fff;font-weight:600;font-size:.9rem}
 .warned{border-left:6px solid var(--note);background:var(--note-ground);border-radius:6px;
 padding:.65rem .9rem;margin:.6rem 0}
 .warned.grave{border-color:var(--stop);background:var(--stop-ground)}
@@ -56,7 +58,8 @@ tr:last-child>th,tr:last-child>td{border-bottom:0}
 th{font-weight:600}
 tbody th{font-weight:500;color:var(--soft);width:38%}
 .data tbody th{color:var(--ink);width:auto}
-.data th+th,.data td{overflow-wrap:normal}
+.data th,.data td{overflow-wrap:break-word;max-width:18rem}
+.data tr>:last-child{padding-right:0}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .best td,.best th{font-weight:650}
 figure{margin:.4rem 0 0}
@@ -75,6 +78,7 @@ details{margin-top:.7rem}
 summary{cursor:pointer;color:var(--accent)}
 footer{color:var(--soft);font-size:.85rem;margin:1.2rem 0 2rem}
 @media(max-width:40rem){main{padding:.6rem}section,header{padding:.95rem 1rem;border-radius:8px}
+td.number{white-space:normal}.data th,.data td{padding-right:.5rem}
 .wide{display:none}.narrow{display:block}header h1{font-size:1.35rem}
 .qa,.qa tbody,.qa tr,.qa th,.qa td{display:block;width:100%;border:0;padding:0}
 .qa tr{border-bottom:1px solid var(--line);padding:.5rem 0}.qa tr:last-child{border:0}}
@@ -114,18 +118,32 @@ def comparison_page(comparison: Comparison) -> str:
         f'<p class="quiet">{escaped(", ".join(runs))}</p></header>'
     )
     notes = "".join(f"<li>{escaped(note)}</li>" for note in comparison.notes())
+    header, rows, common = _without_common(comparison)
+    same = f" The same for all: {', '.join(common)}." if common else ""
     table = _section(
         "The runs",
-        _data_table(
-            comparison.header(),
-            [comparison.cells(row) for row in comparison.rows],
-            numeric={"epsilon", "delta", "steps", comparison.metric},
-            best=_best(comparison.rows, comparison.metric),
-        )
-        + '<p class="quiet">Epsilon: smaller protects more.</p>',
+        _data_table(header, rows, {"epsilon", "delta", "steps", comparison.metric})
+        + f'<p class="quiet">{escaped("Epsilon: smaller protects more." + same)}</p>',
     )
     beware = _section("What to know when comparing", f'<ul class="plain">{notes}</ul>')
     return _page(title, [head, _trade_off(comparison), table, beware, *_each(comparison)], "Made")
+
+
+def _without_common(comparison: Comparison) -> tuple[list[str], list[list[str]], list[str]]:
+    """The table without columns that say the same in each row, and what these say."""
+    header = comparison.header()
+    rows = [comparison.cells(row) for row in comparison.rows]
+    keep = {"run", "method", "epsilon", comparison.metric}
+    common = {
+        index: f"{name} {rows[0][index]}"
+        for index, name in enumerate(header)
+        if len(rows) > 1 and name not in keep and len({row[index] for row in rows}) == 1
+    }
+
+    def rest(cells: list[str]) -> list[str]:
+        return [cell for index, cell in enumerate(cells) if index not in common]
+
+    return rest(header), [rest(row) for row in rows], list(common.values())
 
 
 def _page(title: str, parts: Sequence[str], origin: str) -> str:
@@ -155,15 +173,17 @@ def _header(report: RunReport) -> str:
     figures = [
         (upwards(report.epsilon), "epsilon, smaller is stronger"),
         (f"{report.delta:g}", "delta"),
-        (report.unit, "is what is protected"),
-        (report.adjacency.value, f"neighbours; number of records {n}"),
+        (f"one {report.unit}", "is protected (unit)"),
+        (report.adjacency.value, f"adjacency; the number of records is {n}"),
     ]
     shown = "".join(
         f"<div><b>{escaped(value)}</b><span>{escaped(name)}</span></div>" for value, name in figures
     )
+    grave = any(warned.grave for warned in report.warnings())
+    pill = '<p class="pill">Not for release</p>' if grave else ""
     return (
         f'<header><p class="kind">Privacy report</p><h1>{escaped(report.title)}</h1>'
-        f'<div class="figures">{shown}</div></header>'
+        f'<div class="figures">{shown}</div>{pill}</header>'
     )
 
 
@@ -231,7 +251,13 @@ def _spending(report: RunReport) -> str:
                 f"{upwards(spent[-1][1])}.</p>",
             )
         )
-    series = Series("epsilon", [0, *(s for s, _ in spent)], [0.0, *(e for _, e in spent)], look=2)
+    series = Series(
+        "epsilon",
+        [0, *(steps for steps, _ in spent)],
+        [0.0, *(epsilon for _, epsilon in spent)],
+        look=2,
+        solid=True,
+    )
     drawn = both_sizes(
         [series],
         describe=f"Epsilon grows to {upwards(spent[-1][1])} over {spent[-1][0]} steps",
@@ -281,7 +307,7 @@ def _course(report: RunReport) -> str:
     if not parts:
         return ""
     measured = report.results.get("measured")
-    note = f'<p class="quiet">Measured: {escaped(measured)}.</p>' if _is_text(measured) else ""
+    note = f'<p class="quiet">Measured: {escaped(str(measured))}.</p>' if measured else ""
     return _section("Learning curves", note + "".join(parts))
 
 
@@ -309,7 +335,7 @@ def _outcomes(report: RunReport, run: str) -> str:
     if any(row.errors for row in rows):
         notes.append("± is one standard error.")
     setting = report.results.get("choice_of_setting")
-    if _is_text(setting):
+    if setting:
         notes.append(f"The setting was {setting}.")
     return _section(
         "Results" if len(rows) == 1 else "Methods compared",
@@ -455,7 +481,3 @@ def _pairs(rows: Sequence[Sequence[str]]) -> str:
 
 def _details(summary: str, content: str) -> str:
     return f"<details><summary>{escaped(summary)}</summary>{content}</details>"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)

@@ -388,6 +388,26 @@ class RunReport:
             Adjacency.REPLACE: f"any one {self.unit} was exchanged for another",
         }[self.adjacency]
 
+    @property
+    def _neighbours(self) -> str:
+        return {
+            Adjacency.ADD_REMOVE: f"any two of which one has one {self.unit} more (add-remove)",
+            Adjacency.ZERO_OUT: f"any two that differ in whether one {self.unit} counts or is "
+            "blank (zero-out)",
+            Adjacency.REPLACE: f"any two that differ in what one {self.unit} contains (replace)",
+        }[self.adjacency]
+
+    @property
+    def _reading(self) -> str:
+        if self.charged_steps == 0:
+            return "not at all: no step read private records"
+        return (
+            f"in {self.charged_steps} steps, by {self.sampling} sampling with probability "
+            f"{_number(self.sampling_prob)}. Each contribution was cut to norm "
+            f"{_number(self.l2_clip_norm)}, and {self.noise} noise of "
+            f"{_number(self.noise_multiplier)} times that norm was added to their sum"
+        )
+
     def answers(self) -> list[tuple[str, str]]:
         """What a reader asks, and the answers."""
         whom = {
@@ -407,7 +427,15 @@ class RunReport:
                 "anyone who has the model, every gradient released in training and any other "
                 "knowledge, with any computing power",
             ),
-            ("How strongly?", f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}"),
+            (
+                "How strongly?",
+                f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}. Epsilon bounds how "
+                "much more likely any outcome can become through one record; delta is a small "
+                "allowance on top, to be kept far below one over the number of records",
+            ),
+            ("Which data sets must look alike?", self._neighbours),
+            ("How were records read?", self._reading),
+            ("How was epsilon found?", f"by the accountant {self.accountant_method}"),
             ("What does this cover?", self.scope),
             ("Is the number of records hidden?", count),
             ("Was the choice of settings charged?", self.tuning),
