@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 # Okabe and Ito's palette, told apart under every common colour blindness.
-PALETTE = ("#7f7f7f", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
+PALETTE = ("#555555", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 _INK, _FAINT = "#33404d", "#d9dee3"
 

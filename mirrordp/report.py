@@ -577,7 +577,10 @@ class Curve:
         label, quantity = content["label"], content["quantity"]
         if not isinstance(label, str) or not isinstance(quantity, str):
             raise TypeError("label and quantity of a curve must be strings")
-        return cls(label, np.array(content["steps"], float), np.array(values, float), quantity)
+        steps = np.array(content["steps"])
+        if steps.dtype.kind not in "iuf":
+            raise TypeError("steps of a curve must be numbers")
+        return cls(label, steps, np.array(values, float), quantity)
 
     @property
     def mean(self) -> np.ndarray:
@@ -652,7 +655,7 @@ def comparison_figure(
 
 
 def _spending(
-    mechanism: Mechanism, delta: float, charged_steps: int, points: int = 10
+    mechanism: Mechanism, delta: float, charged_steps: int, points: int = 8
 ) -> tuple[tuple[int, float], ...]:
     """ε after about `points` step counts up to the last, closer together where it grows faster."""
     if charged_steps == 0:
