@@ -73,6 +73,9 @@ def _rephrased(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
+        # What a terminal cannot show is spelt out instead of ending the program.
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         parser = _parser()
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -705,6 +708,12 @@ def _add_table_commands(commands: Any) -> None:
     ):
         fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     fit.add_argument(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help=f"{table}; further rows that need no protection, to judge the model by",
+    )
+    fit.add_argument(
         "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
     )
     fit.add_argument("--json", action="store_true", help="print one JSON object")
@@ -751,6 +760,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             categorical=arguments.categorical,
             ignore=arguments.ignore,
+            test=arguments.test,
             stage=_patiently,
         )
         fitted.write(arguments.out)
@@ -792,6 +802,9 @@ def _fit(arguments: argparse.Namespace) -> int:
     )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
+    for name in ("test_rmse", "test_loss", "test_accuracy"):
+        if name in report.results:
+            print(f"On test rows: {name.removeprefix('test_')} {report.results[name]:.4g}.")
     print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
     return 0

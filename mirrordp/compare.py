@@ -188,7 +188,7 @@ class Comparison:
                 for name, cell, width in zip(table[0], row, widths, strict=True)
             ]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, "", *self.notes()])
+        return "\n".join([*lines, "", *self.notes()]).replace("±", "+-")
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""

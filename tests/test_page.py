@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -385,3 +388,17 @@ def test_palette_can_be_told_apart(matrix):
 def test_the_palette_test_rejects_red_and_green():
     assert nearest(["#b40000", "#3c8c00"], DEFICIENCIES["deuteranopia"]) < 35
     assert nearest(["#8c5a00", "#5a7800"], DEFICIENCIES["deuteranopia"]) < 10
+
+
+def test_names_that_a_terminal_cannot_show(tmp_path):
+    for number in range(2):
+        make_report(name=HOSTILE + "\ud800ü").write(tmp_path / f"run-{number}")
+    words = ["compare", str(tmp_path / "run-0"), str(tmp_path / "run-1")]
+    result = subprocess.run(
+        [sys.executable, "-m", "mirrordp.cli", *words],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert result.stderr == b""
+    assert b"\x07" not in result.stdout
