@@ -391,14 +391,20 @@ def test_the_palette_test_rejects_red_and_green():
 
 
 def test_names_that_a_terminal_cannot_show(tmp_path):
-    for number in range(2):
-        make_report(name=HOSTILE + "\ud800ü").write(tmp_path / f"run-{number}")
-    words = ["compare", str(tmp_path / "run-0"), str(tmp_path / "run-1")]
+    folders = [tmp_path / f"run-{number}" for number in range(2)]
+    for folder in folders:
+        make_report(name=HOSTILE + "ü@@").write(folder)
+        path = folder / "report.json"
+        # JSON can name half of a character, which no encoding can hold.
+        path.write_text(path.read_text("utf-8").replace("@@", "\\ud800"), "utf-8")
+    page, image = tmp_path / "page.html", tmp_path / "image.png"
+    words = ["compare", *folders, "--html", page, "--png", image]
     result = subprocess.run(
-        [sys.executable, "-m", "mirrordp.cli", *words],
+        [sys.executable, "-m", "mirrordp.cli", *map(str, words)],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
         capture_output=True,
         check=True,
     )
-    assert result.stderr == b""
+    assert b"error" not in result.stderr
     assert b"\x07" not in result.stdout
+    assert "\\ud800" in Page(page.read_text("utf-8")).text
