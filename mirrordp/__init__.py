@@ -1,11 +1,23 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import accounting, ghost, mirror, schedules, theory
+from mirrordp import accounting, federated, ghost, mirror, schedules, theory
+from mirrordp._files import StorageError
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import ClippedGrad, clipped_grad
-from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp.data import (
+    Overlap,
+    PrivateClients,
+    PrivateData,
+    PublicClients,
+    PublicData,
+    UnprotectedWarning,
+    split,
+)
 from mirrordp.exact import algorithm_1, paper_mechanism
-from mirrordp.ledger import Ledger
+from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
+from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import BandedNoise, GaussianNoise
 from mirrordp.public import WarmStart, warm_start
@@ -16,6 +28,7 @@ from mirrordp.sampling import (
     FullBatch,
     PoissonSampling,
 )
+from mirrordp.sweeps import Run, train_sweep
 from mirrordp.training import TrainInfo, TrainState, TrainStep, train
 from mirrordp.updates import (
     ExponentialAverage,
@@ -31,11 +44,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accountant",
+    "AdaptiveClip",
     "Adjacency",
     "BandedNoise",
+    "Budget",
+    "Checkpoint",
     "ClippedGrad",
     "CyclicPoissonSampling",
     "ExponentialAverage",
+    "FileLedger",
     "FixedSizeSampling",
     "FullBatch",
     "GaussianNoise",
@@ -43,9 +60,13 @@ __all__ = [
     "Mechanism",
     "Overlap",
     "PoissonSampling",
+    "PrivateClients",
     "PrivateData",
+    "PublicClients",
     "PublicData",
+    "Run",
     "RunReport",
+    "StorageError",
     "TrainInfo",
     "TrainState",
     "TrainStep",
@@ -57,6 +78,8 @@ __all__ = [
     "accounting",
     "algorithm_1",
     "clipped_grad",
+    "federated",
+    "federated_train",
     "ghost",
     "lazy_mirror_descent",
     "linearized_lazy_mirror_descent",
@@ -68,5 +91,7 @@ __all__ = [
     "split",
     "theory",
     "train",
+    "train_sweep",
     "warm_start",
+    "warm_start_clients",
 ]

@@ -13,10 +13,13 @@ rows without noise except their number, which counts as public, and, where nobod
 of their labels; `privacy_` says so.
 """
 
+import contextlib
 import dataclasses
 import math
 import numbers
+import secrets
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,12 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from mirrordp import _validate, linear
+from mirrordp import _fingerprint, _validate, linear
 from mirrordp.accounting import Adjacency
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarning, excluded_rows
+from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
 from mirrordp.report import RunReport
@@ -160,7 +166,7 @@ class _PrivateLinearModel(BaseEstimator):
         """`coef_` and `intercept_`, from shapes (m, d) and (m,)."""
         raise NotImplementedError
 
-    def fit(self, X, y, X_public=None, y_public=None, *, counts=None):
+    def fit(self, X, y, X_public=None, y_public=None, *, counts=None, budget=None, checkpoint=None):
         """Fits the model to private rows under (ε, δ)-differential privacy.
 
         As in `mirrordp.train`, a private row that equals a public one, target included, is not used
@@ -175,6 +181,10 @@ class _PrivateLinearModel(BaseEstimator):
             y_public: public targets.
             counts: a mask of the private rows that take part, decided row by row; the others (such
                 as rows without a target) stay in n and contribute exactly zero. Default: all.
+            budget: a `mirrordp.Budget`, opened with the data, that the fit is charged to before the
+                descent begins; it is refused if it does not fit.
+            checkpoint: a `mirrordp.Checkpoint`: keeps the randomness, so that a fit that was cut
+                off and is resumed is the same fit and is charged once.
 
         Returns:
             The fitted estimator.
@@ -199,20 +209,75 @@ class _PrivateLinearModel(BaseEstimator):
         seed = _seed(self.random_state)
         mechanism = self._mechanism(len(X), settings)
         if settings.num_steps > 0:
-            theta = linear.private_descent(
-                problem.family,
-                theta,
-                Rows(scaling(X), problem.targets, problem.counts),
-                mechanism,
-                learning_rate=settings.learning_rate,
-                key=randomness(seed)[1].noise,
-            )
+            rows = Rows(scaling(X), problem.targets, problem.counts)
+            with self._charged(mechanism, settings, theta, rows, budget, checkpoint) as entropy:
+                theta = linear.private_descent(
+                    problem.family,
+                    theta,
+                    rows,
+                    mechanism,
+                    learning_rate=settings.learning_rate,
+                    key=randomness(seed if entropy is None else entropy)[1].noise,
+                )
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
-        self.privacy_ = self._report(
-            mechanism, settings, 0 if X_public is None else len(X_public), problem.shown, seed
-        )
+        num_public = 0 if X_public is None else len(X_public)
+        self.privacy_ = self._report(mechanism, settings, num_public, problem.shown, seed, budget)
         return self
+
+    @contextlib.contextmanager
+    def _charged(
+        self,
+        mechanism: Mechanism,
+        settings: Settings,
+        theta: np.ndarray,
+        rows: Rows,
+        budget: Budget | None,
+        checkpoint: Checkpoint | None,
+    ) -> Iterator[int | None]:
+        """Charges the whole descent, once its randomness is on disk, and yields its seed.
+
+        Nothing of a descent can be seen before its end, so it is one block: after a crash all of it
+        is computed again, with the same randomness, and it is not charged again.
+        """
+        seed, steps = _seed(self.random_state), mechanism.num_steps
+        if budget is not None:
+            _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
+            budget.require_data()
+        if checkpoint is None:
+            if budget is not None:
+                budget.admit(mechanism, num_steps=steps)
+                budget.charge(mechanism.event, block=Block(secrets.token_hex(8), 0, steps))
+            yield seed
+            return
+        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+        run = checkpoint.open(mechanism.adjacency, budget=budget)
+        with contextlib.closing(run):
+            parameters = self.get_params() | {"random_state": None}
+            secret = _fingerprint.of_arrays(
+                run.key, (rows.features, rows.targets, () if rows.counts is None else rows.counts)
+            )
+            configuration = {
+                "estimator": type(self).__name__,
+                **{name: repr(value) for name, value in parameters.items()},
+                "mechanism": repr(mechanism),
+                "settings": repr(settings),
+                "public rows": _fingerprint.of_arrays(run.key, theta),
+                "private data": secret,
+            }
+            entropy = run.verify(configuration, seed)
+            if run.saved is None:
+                run.save({}, {})
+            done = run.charged_steps
+            if done < steps:
+                if budget is not None:
+                    budget.admit(mechanism, charged_steps=done, num_steps=steps)
+                charged_to = run.ledger if budget is None else budget
+                charged_to.charge(
+                    mechanism.event_between(done, steps), block=Block(run.id, done, steps)
+                )
+            yield entropy
+            run.finish()
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
@@ -366,6 +431,7 @@ class _PrivateLinearModel(BaseEstimator):
         num_public: int,
         shown: tuple[str, ...],
         seed: int | None,
+        budget: Budget | None,
     ) -> RunReport:
         method = "cold DP-SGD"
         if num_public:
@@ -375,6 +441,7 @@ class _PrivateLinearModel(BaseEstimator):
             mechanism,
             self.delta,
             charged_steps=settings.num_steps,
+            budget=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
             tuning=f"nothing to charge: settings not given follow from {source} and the budget",
             shown_without_protection=shown,

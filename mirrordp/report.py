@@ -5,15 +5,11 @@ caller states about the run. It holds nothing that depends on private rows witho
 of rows appears only where the adjacency makes it public, and a seed only where the caller gave one.
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import json
 import math
 import os
-import platform
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from mirrordp import _validate
+from mirrordp._files import write_atomically
+from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
+from mirrordp.budget import Budget
 from mirrordp.charts import PALETTE
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import UNITS, Mechanism
 
 NOT_FOR_RELEASE = "reproducible, not for release"
@@ -33,7 +32,6 @@ WEAK_EPSILON = 10.0
 TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
 )
-LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 SCHEMA_VERSION = 2
 """Of report.json: 2 added `epsilon_over_steps` and `curves`; reports without a version are 1."""
@@ -90,6 +88,7 @@ class RunReport:
             of this run alone; computed from the mechanism, not measured.
         curves: how a released quantity developed, one `Curve` for each method.
         results: released quantities, such as the accuracy on public test rows.
+        ledger: length and head of the ledger file, and the budget, that the run was charged to.
     """
 
     title: str
@@ -116,6 +115,7 @@ class RunReport:
     epsilon_over_steps: tuple[tuple[int, float], ...] = ()
     curves: tuple["Curve", ...] = ()
     results: Results
+    ledger: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -125,6 +125,7 @@ class RunReport:
         *,
         charged_steps: int | None = None,
         ledger: Ledger | None = None,
+        budget: Budget | None = None,
         title: str = "A model trained with mirrordp",
         scope: str | None = None,
         tuning: str = TUNING_NOT_CHARGED,
@@ -141,7 +142,10 @@ class RunReport:
             charged_steps: how many steps read private data (`info.charged_steps`); by default all
                 that the mechanism was made for.
             ledger: everything that was charged, where that is more than this run; ε then covers
-                all of it.
+                all of it. This holds for runs that were fixed beforehand; for runs chosen after
+                earlier ones were seen use a budget.
+            budget: the budget that the run was charged to. ε remains that of this run; what the
+                budget promises for all of its runs together is stated beside it.
             title: what was trained.
             scope: what ε covers, in words, where "this run" (or, with a ledger, "everything charged
                 to the ledger") does not say it well enough.
@@ -161,6 +165,8 @@ class RunReport:
                 f"[{shown_without_protection!r}]."
             )
         steps = mechanism.num_steps if charged_steps is None else charged_steps
+        if ledger is not None and budget is not None:
+            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
         if ledger is not None and ledger.adjacency is not mechanism.adjacency:
             raise ValueError(
                 f"ledger and mechanism must share one adjacency, got {ledger.adjacency.value!r} "
@@ -172,7 +178,7 @@ class RunReport:
         if ledger is not None:
             run = found
             found = ledger.epsilon(delta, accountant=mechanism.accountant, orders=mechanism.orders)
-            covered = "everything charged to the ledger"
+            covered = "everything charged to the ledger, by runs that were fixed beforehand"
             if found.epsilon < run.epsilon * (1 - 1e-6):
                 raise ValueError(
                     f"the ledger must hold at least this run, epsilon {run.epsilon:.4g}, got a "
@@ -205,6 +211,7 @@ class RunReport:
             epsilon_over_steps=_spending(mechanism, delta, steps),
             curves=tuple(curves),
             results=_plain(results or {}, "results"),
+            ledger=_ledger_statement(ledger, budget),
         )
 
     @classmethod
@@ -265,6 +272,8 @@ class RunReport:
         fields["randomness"] = self._randomness
         if self.seed is None:
             del fields["seed"]
+        if self.ledger is None:
+            del fields["ledger"]
         results = fields.pop("results")
         return fields | {"results": results}
 
@@ -275,7 +284,7 @@ class RunReport:
     @property
     def _randomness(self) -> str:
         if self.seed is None:
-            return "from the operating system, not written down"
+            return "from the operating system; it is no part of what is released"
         return f"from the seed given by the caller: {NOT_FOR_RELEASE}"
 
     def privacy_card(self) -> str:
@@ -437,6 +446,7 @@ class RunReport:
             ("How were records read?", self._reading),
             ("How was epsilon found?", f"by the accountant {self.accountant_method}"),
             ("What does this cover?", self.scope),
+            *self._together(),
             ("Is the number of records hidden?", count),
             ("Was the choice of settings charged?", self.tuning),
             (
@@ -445,6 +455,19 @@ class RunReport:
                 or "nothing, as stated by whoever ran this",
             ),
             ("Where did the randomness come from?", self._randomness),
+        ]
+
+    def _together(self) -> list[tuple[str, str]]:
+        if self.ledger is None or "budget" not in self.ledger:
+            return []
+        budget = self.ledger["budget"]
+        return [
+            (
+                "What do all runs on these records cost together?",
+                f"at most epsilon {_number(budget['epsilon'])}, delta {_number(budget['delta'])}, "
+                f"however they were chosen: they share one budget, of which "
+                f"{percent_upwards(budget['used'])} was used after this run",
+            )
         ]
 
     def limits(self) -> list[str]:
@@ -481,7 +504,13 @@ class RunReport:
             ("number of records", n),
             ("number of records counts as public", public),
             ("accountant", self.accountant_method),
+            *self._ledger_numbers(),
         ]
+
+    def _ledger_numbers(self) -> list[tuple[str, str]]:
+        if self.ledger is None:
+            return []
+        return [("ledger", f"{self.ledger['length']} records, head {self.ledger['head']}")]
 
     def write(self, directory: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Writes `report.json` and `privacy_card.md`; returns their paths.
@@ -495,38 +524,20 @@ class RunReport:
         return report, card
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a run does."""
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"python": platform.python_version()}
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file through a temporary one beside it, so that no reader sees half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file readable by its owner only; results are to be shared.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _ledger_statement(ledger: Ledger | None, budget: Budget | None) -> dict[str, Any] | None:
+    """Length and head, so that a tail that is cut later is noticed; nothing about the data."""
+    if budget is not None:
+        status = budget.status
+        return {
+            **status.position._asdict(),
+            "budget": {
+                "epsilon": status.epsilon,
+                "delta": status.delta,
+                "runs": status.runs,
+                "used": status.used,
+            },
+        }
+    return ledger.position._asdict() if isinstance(ledger, FileLedger) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -682,6 +693,7 @@ def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str
         "num_examples": ((int, type(None)), lambda x: x),
         "seed": ((int, type(None)), lambda x: x),
         "charged_steps": (int, int),
+        "ledger": ((dict, type(None)), _ledger_stated),
     }
     checks |= {
         name: ((int, float), float)
@@ -722,6 +734,20 @@ def _spent(pair: Any) -> tuple[int, float]:
     if not isinstance(steps, int) or not isinstance(epsilon, int | float | None):
         raise TypeError("epsilon_over_steps is of the wrong type")
     return steps, math.inf if epsilon is None else float(epsilon)
+
+
+def _ledger_stated(content: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The ledger's position, and the budget where there is one; anything else is refused."""
+    if content is None:
+        return None
+    found: dict[str, Any] = {"length": int(content["length"]), "head": _text(content["head"])}
+    if "budget" in content:
+        names = ("epsilon", "delta", "runs", "used")
+        budget = {name: content["budget"][name] for name in names}
+        if not all(isinstance(x, int | float) and math.isfinite(x) for x in budget.values()):
+            raise TypeError("the budget must hold finite numbers")
+        found["budget"] = budget
+    return found
 
 
 def _no_constant(name: str) -> Any:

@@ -208,7 +208,7 @@ BAD = {
     "full with a batch": ([*ACCOUNT, *CIFAR, "--sampling", "full"], "got --batch-size 500"),
     "full with q": ([*ACCOUNT, *SMALL, "--sampling", "full"], "got --sampling-prob 0.01"),
     "seed": (["demo", "--seed", "-1"], "non-negative integer, got '-1'"),
-    "folder": (["demo", "--out", "/dev/null/folder"], "choose another"),
+    "folder": (["demo", "--out", f"{__file__}/folder"], "choose another"),
 }
 
 

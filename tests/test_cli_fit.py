@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
@@ -474,3 +475,19 @@ def test_bad_rows_to_judge_by_are_refused_before_training(capsys, files, monkeyp
     assert not files["out"].exists()
     words = "need no protection" if test == "private" else "No such file"
     assert words in capsys.readouterr().err
+
+
+def test_predict_leaves_devices_and_links_alone(capsys, tmp_path, fitted):
+    """A file that is renamed over a pipe or a device would take its place."""
+    source = make_table(tmp_path / "input.csv", 5, 2)
+    options = ["predict", "--model", str(fitted), "--input", str(source), "--output"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert cli.main([*options, str(pipe)]) == 2
+    assert "not an ordinary file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    link = tmp_path / "link.csv"
+    link.symlink_to(tmp_path / "behind.csv")
+    assert cli.main([*options, str(link)]) == 0
+    assert link.is_symlink()
+    assert read_table(tmp_path / "behind.csv").columns["prediction"]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from experiments import datasets, records
 from experiments.deep import results
-from experiments.deep.settings import Settings, SettingsError, load, point_id
+from experiments.deep.settings import Settings, SettingsError, files_of, load, point_id
 from experiments.deep.training import Loaded, WarmStarts, run_points
 
 
@@ -32,6 +32,7 @@ class Session:
         deadline: when to stop, by `time.monotonic`; None for never.
         quiet: no progress.
         max_steps: cut every run short, for tests of the machinery.
+        warm_starts: folder of pre-trained parameters.
     """
 
     folder: Path
@@ -39,10 +40,11 @@ class Session:
     deadline: float | None = None
     quiet: bool = False
     max_steps: int | None = None
+    warm_starts: Path | None = None
 
     def __post_init__(self):
         self._loaded: dict = {}
-        self._warm_starts = WarmStarts()
+        self._warm_starts = WarmStarts(self.warm_starts)
         self._slowest: dict = {}
 
     def data(self, settings: Settings, kind: str) -> Loaded:
@@ -133,7 +135,9 @@ def _summary(line: records.Record) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that `run` and `sweep` have in common."""
-    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file, or a folder of them"
+    )
     parser.add_argument("--data-root", type=Path, help="folder of the data (or MIRRORDP_DATA)")
     parser.add_argument(
         "--synthetic", action="store_true", help="made-up data, to try the machinery"
@@ -143,6 +147,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-seconds", type=float, help="begin no run that would not end in this time"
     )
     parser.add_argument("--max-steps", type=int, help="cut every run short (needs --synthetic)")
+    parser.add_argument(
+        "--warm-starts",
+        type=Path,
+        help="folder that keeps pre-trained parameters",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -171,7 +180,12 @@ def open_session(arguments: argparse.Namespace) -> Session:
     if arguments.max_seconds is not None:
         deadline = time.monotonic() + arguments.max_seconds
     return Session(
-        arguments.results, read, deadline, quiet=arguments.quiet, max_steps=arguments.max_steps
+        arguments.results,
+        read,
+        deadline,
+        quiet=arguments.quiet,
+        max_steps=arguments.max_steps,
+        warm_starts=arguments.warm_starts or arguments.results / "warm_starts",
     )
 
 
@@ -196,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> None:
-        configs = [load(path) for path in arguments.configs]
+        configs = [load(path) for path in files_of(arguments.configs)]
         session = open_session(arguments)
         for settings in configs:
             seeds = arguments.seeds or settings.seeds
