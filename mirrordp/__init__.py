@@ -6,7 +6,7 @@ from mirrordp.clipping import ClippedGrad, clipped_grad
 from mirrordp.data import Overlap, PrivateData, PublicData, UnprotectedWarning, split
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
-from mirrordp.noise import BandedNoise, GaussianNoise
+from mirrordp.noise import BandedNoise, GaussianNoise, SecureGaussianNoise
 from mirrordp.public import WarmStart, warm_start
 from mirrordp.report import RunReport
 from mirrordp.sampling import (
@@ -37,6 +37,7 @@ __all__ = [
     "PrivateData",
     "PublicData",
     "RunReport",
+    "SecureGaussianNoise",
     "TrainInfo",
     "TrainState",
     "TrainStep",

@@ -25,6 +25,7 @@ from mirrordp.accounting import Adjacency
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 
+SECURE_NOISE = "independent Gaussian, secure: exact on a lattice, keyed by the operating system"
 NOT_FOR_RELEASE = "reproducible, not for release"
 TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
@@ -154,7 +155,11 @@ class RunReport:
             unit=mechanism.unit,
             sampling=mechanism.sampling.name,
             sampling_prob=float(mechanism.sampling.sampling_prob),
-            noise="independent Gaussian" if bands == 1 else f"correlated Gaussian, {bands} bands",
+            noise=SECURE_NOISE
+            if mechanism.is_secure
+            else "independent Gaussian"
+            if bands == 1
+            else f"correlated Gaussian, {bands} bands",
             noise_multiplier=float(mechanism.noise_multiplier),
             l2_clip_norm=float(mechanism.l2_clip_norm),
             divisor=float(mechanism.sampling.expected_batch_size),
@@ -293,8 +298,11 @@ class RunReport:
             "from it outside this run.",
             "Error messages and warnings about private records. They go to the operator's "
             "terminal, marked as not covered, and do not belong in what is published.",
-            "The noise is drawn in floating point by a pseudo-random generator; the guarantee is "
-            "for the exact Gaussian that it stands for.",
+            "Errors of floating-point arithmetic beyond the allowance that was charged, and an "
+            "adversary who breaks AES-256."
+            if self.noise == SECURE_NOISE
+            else "The noise is drawn in floating point by a pseudo-random generator; the guarantee "
+            "is for the exact Gaussian that it stands for.",
         ]
 
     def _numbers(self) -> list[tuple[str, str]]:

@@ -43,6 +43,7 @@ from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
+from mirrordp.secure import SecureRandom
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
 from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
 
@@ -282,19 +283,27 @@ class Keys(NamedTuple):
     public: jax.Array
 
 
-def randomness(seed: int | None) -> tuple[np.random.Generator, Keys]:
+def randomness(
+    seed: int | None, *, secure: bool = False
+) -> tuple[np.random.Generator | SecureRandom, Keys]:
     """A host generator for sampling and keys for everything else, all independent.
 
     Without a seed the operating system provides the entropy, which is written down nowhere. A run
-    with a seed can be repeated by anyone who knows it, noise included: it is not for release.
+    with a seed can be repeated by anyone who knows it, noise included: it is not for release. A
+    secure run has no seed; its noise uses none of the keys.
     """
+    if secure and seed is not None:
+        raise ValueError(
+            f"a run with SecureGaussianNoise draws everything from the operating system and cannot "
+            f"be repeated, got seed={seed!r}. Leave seed out, or use GaussianNoise()."
+        )
     entropy = secrets.randbits(128) if seed is None else seed
     sampling, *rest = np.random.SeedSequence(entropy).spawn(4)
     keys = [
         jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")
         for part in rest
     ]
-    return np.random.default_rng(sampling), Keys(*keys)
+    return SecureRandom() if secure else np.random.default_rng(sampling), Keys(*keys)
 
 
 class Passes(NamedTuple):
@@ -449,7 +458,7 @@ def train(
         ledger=ledger,
         show_unprivatized=show_unprivatized,
     )
-    rng, keys = randomness(seed)
+    rng, keys = randomness(seed, secure=mechanism.is_secure)
     return _generate(plan, plan.mechanism.batches(len(private), rng), keys)
 
 
