@@ -297,7 +297,7 @@ class TestSensitivity:
             "num_steps": 12,
             "l2_clip_norm": 0.7,
         }
-        made_for = SecureGaussianNoise(num_params=10**6, bits=12)
+        made_for = SecureGaussianNoise(num_params=10**6, bits=15)
         found = mirrordp.Mechanism.calibrate(**options, noise=made_for)
         assert 0.98 < found.epsilon(1e-3) <= 1.0
         plain = mirrordp.Mechanism.calibrate(**options)
