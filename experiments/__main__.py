@@ -12,7 +12,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "run": ("experiments.deep.run", "final runs of settings files: CIFAR-10, EMNIST, WikiText-2"),
     "sweep": ("experiments.deep.sweep", "search of learning rate and K for settings files"),
+    "table": ("experiments.deep.table", "the paper's Table 2 beside the results of these runs"),
+    "figures": ("experiments.deep.figures", "their losses and accuracies against steps"),
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
+    "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
 }
 

@@ -6,6 +6,7 @@ Where the paper's table is silent, field practice decides: tanh activations, "sa
 CIFAR-10, and two 2x2 stride-1 max-pools in the EMNIST network of Papernot et al.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -169,3 +170,43 @@ def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:
     zero = jnp.zeros(width, inputs.dtype)
     _, outputs = lax.scan(step, (zero, zero), projected)
     return outputs
+
+
+# The same object for the same sizes, so that what was compiled for it is found again.
+@functools.cache
+def stackoverflow_lstm(
+    tokens: int = 10_004, embedding: int = 96, width: int = 670, *, pad: int = 0
+) -> Network:
+    """Embedding, LSTM, a projection back to the embedding's width, output: 4,050,748 parameters.
+
+    A row of tokens is read up to its last but one, and each position predicts the next token. The
+    loss is the sum over targets that are not padding, divided by the length of the row, so that
+    every word counts alike whatever the length of its sentence.
+    """
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 5)
+        return {
+            "embedding": jax.random.uniform(
+                keys[0], (tokens, embedding), minval=-0.05, maxval=0.05
+            ),
+            "cell": {
+                "input": _dense_init(keys[1], embedding, embedding, 4 * width),
+                "state": _dense_init(keys[2], width, width, 4 * width),
+                "bias": jnp.zeros(4 * width).at[width : 2 * width].set(1.0),
+            },
+            "projection": _linear_init(keys[3], width, embedding),
+            "out": _linear_init(keys[4], embedding, tokens),
+        }
+
+    def predict(params: Params, row: jax.Array) -> jax.Array:
+        x = _lstm(params["cell"], params["embedding"][row])
+        return _dense(_dense(x, params["projection"]), params["out"])
+
+    def loss(params: Params, row: jax.Array) -> jax.Array:
+        logits, targets = predict(params, row[:-1]), row[1:]
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=1) - picked
+        return jnp.sum(jnp.where(targets == pad, 0.0, losses)) / targets.shape[0]
+
+    return Network(init, predict, loss)

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import dp_accounting
+import numpy as np
 from dp_accounting import gaussian_mechanism
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -173,6 +174,26 @@ def epsilon(
         value = _pld_epsilon(event, delta, adjacency)
         method = "PLD, discretised upwards at 1e-4"
     return Epsilon(value, delta, adjacency, chosen, method)
+
+
+def renyi_divergences(
+    event: DpEvent, orders: Sequence[float], *, adjacency: Adjacency
+) -> np.ndarray:
+    """An upper bound on the Rényi divergence between neighbours at each order; it adds up.
+
+    Args:
+        event: the mechanism, its noise multipliers relative to the clip norm C.
+        orders: the orders, each above one.
+        adjacency: the neighbours.
+
+    Raises:
+        UnsupportedError: where there is no Rényi analysis (Poisson sampling under replace).
+    """
+    resolve_accountant(event, adjacency, Accountant.RDP)
+    accountant = RdpAccountant(list(orders), adjacency.neighboring_relation)
+    found = accountant.compose(_noise_over_distance(event, adjacency)).rdp
+    # An order at which the computation failed promises nothing.
+    return np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
 
 
 def resolve_accountant(

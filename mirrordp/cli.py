@@ -1,4 +1,4 @@
-"""The command line: `mirrordp account | calibrate | demo | fit | predict`.
+"""The command line: `mirrordp account | calibrate | demo | fit | predict | budget`.
 
 With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
 standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
@@ -11,6 +11,8 @@ import json
 import logging
 import math
 import re
+import shlex
+import shutil
 import sys
 import threading
 import time
@@ -21,11 +23,21 @@ from typing import Any, NoReturn
 
 import mirrordp
 from mirrordp import accounting, tabular
+from mirrordp._files import HAS_LOCKS, StorageError
 from mirrordp.accounting import Accountant, Adjacency, DpEvent
+from mirrordp.budget import Budget, BudgetStatus
+from mirrordp.checkpoint import (
+    Checkpoint,
+    checkpoint_files,
+    is_unfinished,
+    remove_checkpoints,
+)
+from mirrordp.mechanism import UNITS
 from mirrordp.report import NOT_FOR_RELEASE, upwards
 from mirrordp.tables import TASKS
 
 DEFAULT_FOLDER = "mirrordp-demo"
+RUN_SUFFIX = ".run"
 SAMPLINGS = ("poisson", "fixed", "full")
 ORDERS = {"default": None, "coarse": accounting.COARSE_ORDERS}
 
@@ -69,13 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"expected only known options, got {' '.join(unknown)}; see "
                 f"'{arguments.prog} --help'."
             )
+        arguments.command = list(sys.argv[1:] if argv is None else argv)
         with _quiet_accountant(), _one_line_warnings():
             return arguments.run(arguments)
     except UsageError as error:
         print(f"mirrordp: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("mirrordp: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        advice = f" {interruption}" if str(interruption) else ""
+        print(f"mirrordp: interrupted.{advice}", file=sys.stderr)
         return 130
 
 
@@ -172,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     _add_table_commands(commands)
+    _add_budget_commands(commands)
     return parser
 
 
@@ -244,7 +259,7 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
 def _no_command(arguments: argparse.Namespace) -> int:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit or predict), got none; see "
+        "expected a command (account, calibrate, demo, fit, predict or budget), got none; see "
         "'mirrordp --help'."
     )
 
@@ -622,13 +637,15 @@ def _add_table_commands(commands: Any) -> None:
         metavar=f"{{{','.join(TASKS)}}}",
         help="what the target is: a number, a class, or a count",
     )
-    fit.add_argument("--epsilon", type=_positive, required=True, metavar="E", help="the budget")
+    fit.add_argument(
+        "--epsilon", type=_positive, required=True, metavar="E", help="epsilon of this run"
+    )
     fit.add_argument(
         "--delta",
         type=_open_unit_interval,
-        default=1e-5,
         metavar="D",
-        help="delta, below one over the number of private rows (default: %(default)s)",
+        help="delta, below one over the number of private rows (default: that of the budget, or "
+        "1e-05)",
     )
     fit.add_argument(
         "--out",
@@ -644,6 +661,34 @@ def _add_table_commands(commands: Any) -> None:
         fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     fit.add_argument(
         "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
+    )
+    fit.add_argument(
+        "--budget",
+        type=Path,
+        metavar="BUDGET",
+        help="charge to this budget (see 'mirrordp budget --help'); refused if it does not fit",
+    )
+    fit.add_argument(
+        "--data-changed",
+        action="store_true",
+        help="the private file was changed: go on with what is left of the same budget",
+    )
+    fit.add_argument(
+        "--resume",
+        action="store_true",
+        help="finish a run that was cut off; give the options that it began with",
+    )
+    fit.add_argument(
+        "--wait",
+        type=_positive,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait for another process on the same budget (default: not at all)",
+    )
+    fit.add_argument(
+        "--keep-checkpoint",
+        action="store_true",
+        help=f"keep OUT{RUN_SUFFIX}, which is secret: who has it can subtract the noise",
     )
     fit.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -677,21 +722,39 @@ def _fit(arguments: argparse.Namespace) -> int:
             "protects nothing; choose a smaller one."
         )
     began = time.perf_counter()
-    with _table_errors():
-        tabular.check_new_folder(arguments.out)
-        fitted = tabular.fit_files(
-            arguments.private,
-            arguments.public,
-            target=arguments.target,
-            task=arguments.task,
-            epsilon=arguments.epsilon,
-            delta=arguments.delta,
-            seed=arguments.seed,
-            categorical=arguments.categorical,
-            ignore=arguments.ignore,
-            stage=_patiently,
-        )
-        fitted.write(arguments.out)
+    out, run_folder = arguments.out, _run_folder(arguments.out)
+    with _table_errors(), _resumable(arguments, run_folder):
+        if arguments.resume and (out / tabular.MODEL_FILE).exists():
+            return _already_finished(arguments, run_folder)
+        tabular.check_new_folder(out)
+        _check_run_folder(arguments, run_folder)
+        if arguments.data_changed and arguments.budget is None:
+            raise UsageError("expected --budget with --data-changed, got none; leave it out.")
+        with contextlib.ExitStack() as stack:
+            budget = None
+            if arguments.budget is not None:
+                budget = stack.enter_context(Budget.open(arguments.budget, wait=arguments.wait))
+            delta = arguments.delta or (1e-5 if budget is None else budget.status.delta)
+            fitted = tabular.fit_files(
+                arguments.private,
+                arguments.public,
+                target=arguments.target,
+                task=arguments.task,
+                epsilon=arguments.epsilon,
+                delta=delta,
+                seed=arguments.seed,
+                categorical=arguments.categorical,
+                ignore=arguments.ignore,
+                budget=budget,
+                data_changed=arguments.data_changed,
+                # Kept until the model is on disk: only then is there nothing left to resume.
+                checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True)
+                if HAS_LOCKS
+                else None,
+                stage=_patiently,
+            )
+            fitted.write(out)
+            _remove_secrets(arguments, run_folder)
     report, model, seconds = fitted.report, fitted.model, time.perf_counter() - began
     if arguments.json:
         result = {
@@ -711,6 +774,8 @@ def _fit(arguments: argparse.Namespace) -> int:
         }
         if report.seed is not None:
             result |= {"seed": report.seed, "randomness": NOT_FOR_RELEASE}
+        if report.ledger is not None:
+            result["ledger"] = dict(report.ledger)
         print(json.dumps(result, allow_nan=False))
         return 0
     print(
@@ -728,11 +793,75 @@ def _fit(arguments: argparse.Namespace) -> int:
         f"Privacy: epsilon {upwards(report.epsilon)}, delta {report.delta:g} for every private "
         "row; the number of rows counts as public."
     )
+    if report.ledger is not None:
+        budget = report.ledger["budget"]
+        print(
+            f"Budget: {_upward_percent(budget['used'])} used after {_runs(budget['runs'])}; all of "
+            f"them together have at most epsilon {budget['epsilon']:g}, delta {budget['delta']:g}."
+        )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
     print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
     return 0
+
+
+def _run_folder(out: Path) -> Path:
+    """Where a fit keeps its randomness: beside the folder that is released, never in it."""
+    return out.absolute().with_name(out.absolute().name + RUN_SUFFIX)
+
+
+def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:
+    unfinished = is_unfinished(run_folder)
+    if unfinished and not arguments.resume:
+        raise UsageError(
+            f"expected no unfinished run for --out {arguments.out}, got one in "
+            f"{str(run_folder)!r}; add --resume to finish it, or remove that folder to give it up "
+            "(what was charged stays charged)."
+        )
+    if arguments.resume and not unfinished:
+        raise UsageError(
+            f"expected a run to resume in {str(run_folder)!r}, got none; leave --resume out."
+        )
+
+
+def _already_finished(arguments: argparse.Namespace, run_folder: Path) -> int:
+    """The model was written, and only what is secret had not been removed."""
+    tabular.TableModel.load(arguments.out)
+    _remove_secrets(arguments, run_folder)
+    if arguments.json:
+        print(json.dumps({"out": str(arguments.out), "finished": "before"}))
+    else:
+        print(f"The run had finished: {arguments.out}/ holds its model.")
+    return 0
+
+
+def _remove_secrets(arguments: argparse.Namespace, run_folder: Path) -> None:
+    if arguments.keep_checkpoint or not run_folder.is_dir():
+        return
+    try:
+        remove_checkpoints(run_folder)
+        shutil.rmtree(run_folder)
+    except OSError as error:
+        warnings.warn(
+            f"{str(run_folder)!r} could not be removed ({error.strerror}); remove it by hand: who "
+            "has it can subtract the noise.",
+            stacklevel=1,
+        )
+
+
+@contextlib.contextmanager
+def _resumable(arguments: argparse.Namespace, run_folder: Path) -> Iterator[None]:
+    """Says after Ctrl-C how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not checkpoint_files(run_folder):
+            raise KeyboardInterrupt("Nothing was charged.") from None
+        command = [word for word in arguments.command if word != "--resume"]
+        raise KeyboardInterrupt(
+            f"To finish the run: {shlex.join(['mirrordp', *command, '--resume'])}"
+        ) from None
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -748,12 +877,149 @@ def _predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# budget.
+
+
+def _add_budget_commands(commands: Any) -> None:
+    summary = "one budget for all runs on the same private data"
+    budget = _command(
+        commands,
+        "budget",
+        _no_budget_command,
+        summary,
+        "example: mirrordp budget init b --epsilon 3 --delta 1e-6 --data private.csv",
+    )
+    kinds = budget.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    init = _command(
+        kinds,
+        "init",
+        _budget_init,
+        "a new budget, bound to a data file",
+        "example: mirrordp budget init b --epsilon 3 --delta 1e-6 --data private.csv",
+    )
+    init.add_argument("folder", type=Path, metavar="DIR", help="a new folder; keep it to yourself")
+    init.add_argument(
+        "--epsilon",
+        type=_positive,
+        required=True,
+        metavar="E",
+        help="epsilon of all runs together, however they are chosen",
+    )
+    init.add_argument(
+        "--delta", type=_open_unit_interval, required=True, metavar="D", help="delta, below 1/N"
+    )
+    init.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the private data; a fingerprint of it, keyed with a secret in DIR, is kept",
+    )
+    init.add_argument(
+        "--adjacency",
+        type=_one_of(*(kind.value for kind in Adjacency)),
+        default=Adjacency.ZERO_OUT.value,
+        metavar="{add-remove,replace,zero-out}",
+        help="which data sets are neighbours (default: %(default)s, where N is public)",
+    )
+    init.add_argument(
+        "--unit",
+        type=_one_of(*UNITS),
+        default=UNITS[0],
+        metavar=f"{{{','.join(UNITS)}}}",
+        help="what one record is (default: %(default)s)",
+    )
+    show = _command(
+        kinds,
+        "show",
+        _budget_show,
+        "what a budget promises and how much of it is used",
+        "example: mirrordp budget show b",
+    )
+    show.add_argument("folder", type=Path, metavar="DIR", help="the budget's folder")
+    for parser in (init, show):
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _no_budget_command(arguments: argparse.Namespace) -> int:
+    raise UsageError(f"expected a command (init or show), got none; see '{arguments.prog} --help'.")
+
+
+def _budget_init(arguments: argparse.Namespace) -> int:
+    with (
+        _table_errors(),
+        _patiently(f"reading {arguments.data}"),
+        Budget.create(
+            arguments.folder,
+            epsilon=arguments.epsilon,
+            delta=arguments.delta,
+            data=arguments.data,
+            adjacency=Adjacency(arguments.adjacency),
+            unit=arguments.unit,
+        ) as budget,
+    ):
+        status = budget.status
+    _print_status(arguments, status)
+    return 0
+
+
+def _budget_show(arguments: argparse.Namespace) -> int:
+    with _table_errors():
+        status = Budget.status_of(arguments.folder)
+    _print_status(arguments, status)
+    return 0
+
+
+def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
+    if arguments.json:
+        result = {
+            "epsilon": status.epsilon,
+            "delta": status.delta,
+            "adjacency": status.adjacency.value,
+            "unit": status.unit,
+            "used": status.used,
+            "runs": status.runs,
+            "largest_epsilon_left": status.largest_epsilon,
+            "ledger": status.position._asdict(),
+        }
+        print(json.dumps(result, allow_nan=False))
+        return
+    room = "nothing"
+    if status.largest_epsilon > 0:
+        room = (
+            f"a full-batch run (mirrordp fit) of epsilon {status.largest_epsilon:g} at delta "
+            f"{status.delta:g}, for example"
+        )
+    rows = [
+        (
+            "promise",
+            f"epsilon {status.epsilon:g}, delta {status.delta:g} for all runs together, however "
+            "they are chosen",
+        ),
+        ("adjacency", status.adjacency.value),
+        ("unit", f"one {status.unit}"),
+        ("used", f"{_upward_percent(status.used)}, by {_runs(status.runs)}"),
+        ("room for", room),
+        ("ledger", f"{status.position.length} records, head {status.position.head}"),
+    ]
+    for name, value in rows:
+        print(f"{name:<12}{value}")
+
+
+def _upward_percent(share: float) -> str:
+    return f"{math.ceil(1000 * share - 1e-9) / 10:g}%"
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
+
+
 @contextlib.contextmanager
 def _table_errors() -> Iterator[None]:
     """Turns what can be wrong with tables into one sentence."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StorageError) as error:
         raise UsageError(_sentence(error)) from None
     except OSError as error:
         raise UsageError(

@@ -162,7 +162,7 @@ def clipped_grad(
         keep_batch_dim=False,
         return_values=True,
         return_grad_norms=True,
-        pre_clipping_transform=lambda grad: _bounded(grad, l2_clip_norm),
+        pre_clipping_transform=lambda grad: bounded(grad, l2_clip_norm),
         microbatch_size=microbatch_size,
     )
 
@@ -190,7 +190,7 @@ def clipped_grad(
     return ClippedGrad(with_stats, float(l2_clip_norm), takes_key(loss_fn))
 
 
-def _bounded(grad: PyTree, l2_clip_norm: float) -> PyTree:
+def bounded(grad: PyTree, l2_clip_norm: Any) -> PyTree:
     """One example's gradient in units of C: finite, wide enough, and safe to square.
 
     Scaling a vector whose largest entry exceeds one down to largest entry one leaves

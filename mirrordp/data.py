@@ -1,13 +1,18 @@
 """Private and public data: two types, so that neither can be taken for the other.
 
-Both hold a pytree of arrays whose leaves share one leading axis, the example axis. What depends on
-private rows (how many equal a public row, which column holds a NaN) is told to the operator through
-`warnings` and exceptions, marked `UNPROTECTED`; it never reaches a report, a card or a model.
+Both hold a pytree of arrays whose leaves share one leading axis, the example axis; where the unit
+of privacy is the user, `PrivateClients` and `PublicClients` hold users who own rows. What depends
+on private rows (how many equal a public row, which column holds a NaN) is told to the operator
+through `warnings` and exceptions, marked `UNPROTECTED`; it never reaches a report, a card or a
+model.
 """
 
 import dataclasses
 import enum
+import hashlib
 import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -40,28 +45,8 @@ class _Examples:
         arrays = jax.tree.map(np.asarray, self.arrays)
         object.__setattr__(self, "arrays", arrays)
         name, remark = self._words()
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        if not leaves:
-            raise ValueError(f"{name} needs at least one array, got an empty tree.")
-        for path, leaf in leaves:
-            if leaf.ndim == 0:
-                raise ValueError(
-                    f"every array of {name} needs a leading example axis, got a scalar at "
-                    f"{_path(path)}. Repeat it for each example or put it into the loss function."
-                )
-            if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
-                raise TypeError(
-                    f"{name} must hold numbers, got dtype {leaf.dtype} at {_path(path)}. "
-                    "Encode text and categories first, by rules that come from public data."
-                )
-        lengths = {_path(path): leaf.shape[0] for path, leaf in leaves}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"all arrays of {name} must have the same number of rows, got {lengths}. {remark}"
-            )
-        if len(self) == 0:
-            raise ValueError(f"{name} is empty: expected at least one row.")
-        for path, leaf in leaves:
+        _check_arrays(name, remark, arrays)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
             _refuse_non_finite(name, remark, _path(path), leaf)
 
     def _words(self) -> tuple[str, str]:
@@ -94,6 +79,305 @@ class PublicData(_Examples):
     Args:
         arrays: a pytree of arrays with one common leading axis.
     """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClientData:
+    """Users who own rows, each at most `max_examples_per_user` of them; see the two kinds below.
+
+    The rows of all users lie one after the other, user by user, without padding. Make it with
+    `from_rows` (one table with a column of users) or `from_users` (one entry per user): both bound
+    the contribution *before* anything is sampled. Who has more rows than the bound keeps a random
+    subset, decided by `seed` and the user's own name and rows, and by nobody else's.
+
+    Args:
+        arrays: a pytree of arrays with one common leading axis, user by user.
+        num_examples: how many rows each user owns; zero is allowed.
+        ids: the users' names, which need not be known; a run refuses or drops a private user whose
+            name is also a public user's.
+        max_examples_per_user: the bound, a public constant.
+    """
+
+    arrays: PyTree
+    num_examples: np.ndarray
+    ids: tuple[Hashable, ...] | None
+    max_examples_per_user: int
+
+    def __post_init__(self):
+        name, remark = self._words()
+        _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
+        object.__setattr__(self, "arrays", jax.tree.map(np.asarray, self.arrays))
+        counts = np.asarray(self.num_examples, np.int32)
+        object.__setattr__(self, "num_examples", counts)
+        if counts.ndim != 1 or counts.size == 0:
+            raise ValueError(f"{name} needs at least one user, got counts of shape {counts.shape}.")
+        if self.ids is not None and len(set(self.ids)) != len(counts):
+            raise ValueError(
+                f"{name} needs one name per user, each once, got {len(set(self.ids))} different "
+                f"names for {len(counts)} users. {remark}".rstrip()
+            )
+        if counts.min() < 0 or counts.max() > self.max_examples_per_user:
+            raise ValueError(
+                f"every user of {name} may own 0 to {self.max_examples_per_user} rows, got "
+                f"{counts.min()} to {counts.max()}. from_rows and from_users choose a subset. "
+                f"{remark}".rstrip()
+            )
+        _check_arrays(name, remark, self.arrays)
+        rows = len(jax.tree.leaves(self.arrays)[0])
+        if rows != counts.sum():
+            raise ValueError(
+                f"the users of {name} must own all rows, got {rows} rows and users who own "
+                f"{counts.sum()}. {remark}".rstrip()
+            )
+
+    def _words(self) -> tuple[str, str]:
+        """The type's name and the remark that its error messages carry."""
+        raise TypeError(
+            "ClientData is either private or public: expected PrivateClients or PublicClients, "
+            "got neither."
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        arrays: PyTree,
+        user_ids: Sequence[Hashable] | np.ndarray,
+        *,
+        users: Iterable[Hashable] | None = None,
+        max_examples_per_user: int = 256,
+        seed: int = 0,
+    ) -> Self:
+        """Users from one table and a column that says whose each row is.
+
+        Args:
+            arrays: a pytree of arrays with one common leading axis.
+            user_ids: the owner of each row.
+            users: all users, where some own no rows; by default those of `user_ids`, sorted.
+            max_examples_per_user: the bound.
+            seed: decides, with the user's name, which rows are kept.
+        """
+        owners = np.asarray(user_ids)
+        arrays = jax.tree.map(np.asarray, arrays)
+        _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
+        if owners.ndim != 1 or lengths != {len(owners)}:
+            raise ValueError(
+                f"user_ids must name the owner of each row, got {owners.shape} names for "
+                f"{sorted(lengths)} rows."
+            )
+        found, owner_numbers = np.unique(owners, return_inverse=True)
+        names = found.tolist()
+        if users is not None:
+            known = {name: number for number, name in enumerate(users)}
+            unknown = sum(name not in known for name in names)
+            if unknown:
+                raise ValueError(
+                    f"every row must belong to one of users, got {unknown} owners who are not "
+                    f"among them. {UNPROTECTED}"
+                )
+            owner_numbers = np.array([known[name] for name in names], np.int64)[owner_numbers]
+            names = list(known)
+        order = np.argsort(owner_numbers, kind="stable")
+        counts = np.bincount(owner_numbers, minlength=len(names))
+        return cls._bounded(
+            lambda rows: jax.tree.map(lambda leaf: leaf[order[rows]], arrays),
+            counts,
+            names,
+            tuple(names),
+            max_examples_per_user,
+            seed,
+        )
+
+    @classmethod
+    def from_users(
+        cls,
+        users: Sequence[PyTree],
+        *,
+        ids: Sequence[Hashable] | None = None,
+        max_examples_per_user: int = 256,
+        seed: int = 0,
+    ) -> Self:
+        """Users from one pytree of arrays each; an empty array is a user without rows.
+
+        Args:
+            users: the rows of each user, all of one structure.
+            ids: the users' names; without them a user is known by the place in the list.
+            max_examples_per_user: the bound.
+            seed: decides, with the user's name, which rows are kept.
+        """
+        _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        if len(users) == 0:
+            raise ValueError("from_users needs at least one user, got an empty list.")
+        counts = np.array([len(np.asarray(jax.tree.leaves(user)[0])) for user in users])
+        arrays = jax.tree.map(
+            lambda *leaves: np.concatenate([np.asarray(x) for x in leaves]), *users
+        )
+        names = None if ids is None else tuple(ids)
+        if names is not None and len(names) != len(users):
+            raise ValueError(f"ids must name {len(users)} users, got {len(names)} names.")
+        return cls._bounded(
+            lambda rows: jax.tree.map(lambda leaf: leaf[rows], arrays),
+            counts,
+            range(len(users)) if names is None else names,
+            names,
+            max_examples_per_user,
+            seed,
+        )
+
+    @classmethod
+    def _bounded(
+        cls,
+        take_rows: Callable[[np.ndarray], PyTree],
+        counts: np.ndarray,
+        names: Sequence[Hashable],
+        ids: tuple[Hashable, ...] | None,
+        bound: int,
+        seed: int,
+    ) -> Self:
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        keep = np.ones(int(starts[-1]), bool)
+        for user in np.flatnonzero(counts > bound):
+            rng = np.random.default_rng([seed, *_name_entropy(names[int(user)])])
+            mask = np.zeros(counts[user], bool)
+            mask[rng.choice(counts[user], bound, replace=False)] = True
+            keep[starts[user] : starts[user + 1]] = mask
+        return cls(take_rows(np.flatnonzero(keep)), np.minimum(counts, bound), ids, bound)
+
+    def __len__(self) -> int:
+        """The number of users."""
+        return len(self.num_examples)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the arrays take."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each user's rows begin."""
+        return np.concatenate([[0], np.cumsum(self.num_examples)[:-1]]).astype(np.int32)
+
+    def user(self, number: int) -> PyTree:
+        """The rows of one user, without padding."""
+        start = self.starts[number]
+        stop = start + self.num_examples[number]
+        return jax.tree.map(lambda leaf: leaf[start:stop], self.arrays)
+
+    def take(self, users: Sequence[int] | np.ndarray) -> Self:
+        """Some of the users, in the given order."""
+        users = np.asarray(users, np.int64)
+        parts = [np.arange(s, s + c) for s, c in zip(self.starts, self.num_examples, strict=True)]
+        rows = np.concatenate([parts[user] for user in users]) if len(users) else np.zeros(0, int)
+        return type(self)(
+            jax.tree.map(lambda leaf: leaf[rows], self.arrays),
+            self.num_examples[users],
+            None if self.ids is None else tuple(self.ids[user] for user in users),
+            self.max_examples_per_user,
+        )
+
+
+class PrivateClients(ClientData):
+    """Users whose privacy is protected: a user, with all of its rows, is one record.
+
+    Rows are not looked at: a user whose data leads to a NaN contributes nothing.
+    """
+
+    def _words(self) -> tuple[str, str]:
+        return "PrivateClients", UNPROTECTED
+
+
+class PublicClients(ClientData):
+    """Users whose rows anyone may read: everything learned from them is free."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.arrays):
+            _refuse_non_finite("PublicClients", "", _path(path), leaf)
+
+    def _words(self) -> tuple[str, str]:
+        return "PublicClients", ""
+
+    @property
+    def examples(self) -> PublicData:
+        """All rows, without regard to whose they are."""
+        return PublicData(self.arrays)
+
+
+def _name_entropy(name: Hashable) -> list[int]:
+    """Four numbers that a user's name decides, the same on every machine."""
+    digest = hashlib.blake2b(str(name).encode(), digest_size=16).digest()
+    return np.frombuffer(digest, "<u4").tolist()
+
+
+def require_private_clients(data: object, name: str = "private") -> None:
+    """Raises a TypeError unless `data` is `PrivateClients`."""
+    _validate.instance_of(
+        PrivateClients,
+        f"Wrap the sensitive users: {name}=PrivateClients.from_rows(arrays, user_ids).",
+        **{name: data},
+    )
+
+
+def excluded_users(
+    private: PrivateClients, public: PublicClients, overlap: Overlap = Overlap.DROP
+) -> np.ndarray:
+    """A mask of the private users whose name is also a public user's, who contribute nothing.
+
+    As with `excluded_rows`, such a user is masked and not removed: n stays what it was.
+
+    Args:
+        private: the private users.
+        public: the public users.
+        overlap: mask them (`DROP`), with a warning that goes to the operator only, or raise.
+
+    Returns:
+        A boolean array of length `len(private)`; all False where either side has no names.
+    """
+    mask = np.zeros(len(private), bool)
+    if private.ids is None or public.ids is None:
+        return mask
+    names = set(public.ids)
+    mask[:] = [name in names for name in private.ids]
+    count = int(mask.sum())
+    if not count:
+        return mask
+    message = f"{count} private users are also public users"
+    if overlap is Overlap.REFUSE:
+        raise ValueError(
+            f"{message}, and overlap='refuse' was asked for. Take them from one of the two sides "
+            f"or pass overlap=Overlap.DROP. {UNPROTECTED}"
+        )
+    warnings.warn(
+        f"{UNPROTECTED} {message}; they contribute nothing to training.",
+        UnprotectedWarning,
+        stacklevel=3,
+    )
+    return mask
+
+
+def _check_arrays(name: str, remark: str, arrays: PyTree) -> None:
+    """A tree of numbers whose leaves share one leading axis."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves:
+        raise ValueError(f"{name} needs at least one array, got an empty tree.")
+    for path, leaf in leaves:
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"every array of {name} needs a leading example axis, got a scalar at "
+                f"{_path(path)}. Repeat it for each example or put it into the loss function."
+            )
+        if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
+            raise TypeError(
+                f"{name} must hold numbers, got dtype {leaf.dtype} at {_path(path)}. "
+                "Encode text and categories first, by rules that come from public data."
+            )
+    lengths = {_path(path): leaf.shape[0] for path, leaf in leaves}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"all arrays of {name} must have the same number of rows, got {lengths}. {remark}"
+        )
+    if leaves[0][1].shape[0] == 0:
+        raise ValueError(f"{name} is empty: expected at least one row.")
 
 
 def _path(path: tuple) -> str:

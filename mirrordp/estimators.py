@@ -13,10 +13,13 @@ rows without noise except their number, which counts as public, and, where nobod
 of their labels; `privacy_` says so.
 """
 
+import contextlib
 import dataclasses
 import math
 import numbers
+import secrets
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,12 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from mirrordp import _validate, linear
+from mirrordp import _fingerprint, _validate, linear
 from mirrordp.accounting import Adjacency
-from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
+from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarning, excluded_rows
+from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
 from mirrordp.report import RunReport
@@ -110,6 +116,7 @@ class _Problem:
         family: the loss.
         targets: private targets, shape (n, m).
         public_targets: public targets, if there are any.
+        prior: the targets of one further public row that the public model is fitted to, if any.
         counts: which private rows take part; None: all.
         shift: what was taken off the targets.
         scale: what they were then divided by.
@@ -119,6 +126,7 @@ class _Problem:
     family: Family
     targets: np.ndarray
     public_targets: np.ndarray | None
+    prior: float | None = None
     counts: np.ndarray | None = None
     shift: float = 0.0
     scale: float = 1.0
@@ -158,8 +166,13 @@ class _PrivateLinearModel(BaseEstimator):
         """`coef_` and `intercept_`, from shapes (m, d) and (m,)."""
         raise NotImplementedError
 
-    def fit(self, X, y, X_public=None, y_public=None, *, counts=None):
+    def fit(self, X, y, X_public=None, y_public=None, *, counts=None, budget=None, checkpoint=None):
         """Fits the model to private rows under (ε, δ)-differential privacy.
+
+        As in `mirrordp.train`, a private row that equals a public one, target included, is not used
+        twice: it stays in n and contributes zero, and a warning tells the operator. Where public
+        rows equal each other, values repeat by chance (a few categories, say) and equality is no
+        sign of a copy: then nothing is left out. The guarantee is the same either way.
 
         Args:
             X: private features, shape (n, d). Each row is one unit of protection.
@@ -168,6 +181,10 @@ class _PrivateLinearModel(BaseEstimator):
             y_public: public targets.
             counts: a mask of the private rows that take part, decided row by row; the others (such
                 as rows without a target) stay in n and contribute exactly zero. Default: all.
+            budget: a `mirrordp.Budget`, opened with the data, that the fit is charged to before the
+                descent begins; it is refused if it does not fit.
+            checkpoint: a `mirrordp.Checkpoint`: keeps the randomness, so that a fit that was cut
+                off and is resumed is the same fit and is charged once.
 
         Returns:
             The fitted estimator.
@@ -183,6 +200,8 @@ class _PrivateLinearModel(BaseEstimator):
         problem = self._encode(y, y_public)
         if counts is not None:
             problem = problem.without(~_mask(counts, len(X)))
+        if X_public is not None:
+            problem = problem.without(_copies(problem, X, X_public))
         if X_public is None:
             scaling, theta, settings = self._plan_cold(problem, *X.shape)
         else:
@@ -190,20 +209,75 @@ class _PrivateLinearModel(BaseEstimator):
         seed = _seed(self.random_state)
         mechanism = self._mechanism(len(X), settings)
         if settings.num_steps > 0:
-            theta = linear.private_descent(
-                problem.family,
-                theta,
-                Rows(scaling(X), problem.targets, problem.counts),
-                mechanism,
-                learning_rate=settings.learning_rate,
-                key=randomness(seed)[1].noise,
-            )
+            rows = Rows(scaling(X), problem.targets, problem.counts)
+            with self._charged(mechanism, settings, theta, rows, budget, checkpoint) as entropy:
+                theta = linear.private_descent(
+                    problem.family,
+                    theta,
+                    rows,
+                    mechanism,
+                    learning_rate=settings.learning_rate,
+                    key=randomness(seed if entropy is None else entropy)[1].noise,
+                )
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
-        self.privacy_ = self._report(
-            mechanism, settings, 0 if X_public is None else len(X_public), problem.shown, seed
-        )
+        num_public = 0 if X_public is None else len(X_public)
+        self.privacy_ = self._report(mechanism, settings, num_public, problem.shown, seed, budget)
         return self
+
+    @contextlib.contextmanager
+    def _charged(
+        self,
+        mechanism: Mechanism,
+        settings: Settings,
+        theta: np.ndarray,
+        rows: Rows,
+        budget: Budget | None,
+        checkpoint: Checkpoint | None,
+    ) -> Iterator[int | None]:
+        """Charges the whole descent, once its randomness is on disk, and yields its seed.
+
+        Nothing of a descent can be seen before its end, so it is one block: after a crash all of it
+        is computed again, with the same randomness, and it is not charged again.
+        """
+        seed, steps = _seed(self.random_state), mechanism.num_steps
+        if budget is not None:
+            _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
+            budget.require_data()
+        if checkpoint is None:
+            if budget is not None:
+                budget.admit(mechanism, num_steps=steps)
+                budget.charge(mechanism.event, block=Block(secrets.token_hex(8), 0, steps))
+            yield seed
+            return
+        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+        run = checkpoint.open(mechanism.adjacency, budget=budget)
+        with contextlib.closing(run):
+            parameters = self.get_params() | {"random_state": None}
+            secret = _fingerprint.of_arrays(
+                run.key, (rows.features, rows.targets, () if rows.counts is None else rows.counts)
+            )
+            configuration = {
+                "estimator": type(self).__name__,
+                **{name: repr(value) for name, value in parameters.items()},
+                "mechanism": repr(mechanism),
+                "settings": repr(settings),
+                "public rows": _fingerprint.of_arrays(run.key, theta),
+                "private data": secret,
+            }
+            entropy = run.verify(configuration, seed)
+            if run.saved is None:
+                run.save({}, {})
+            done = run.charged_steps
+            if done < steps:
+                if budget is not None:
+                    budget.admit(mechanism, charged_steps=done, num_steps=steps)
+                charged_to = run.ledger if budget is None else budget
+                charged_to.charge(
+                    mechanism.event_between(done, steps), block=Block(run.id, done, steps)
+                )
+            yield entropy
+            run.finish()
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
@@ -232,7 +306,16 @@ class _PrivateLinearModel(BaseEstimator):
             raise ValueError(
                 f"{type(self).__name__} requires y{suffix} to be passed, but the target y is None."
             )
-        X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+        try:
+            X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+        except ValueError as error:
+            if "could not convert" not in str(error):
+                raise
+            # The original message quotes the value.
+            raise ValueError(
+                f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
+                f"public data.{remark}"
+            ) from None
         y = column_or_1d(y, warn=True)
         if len(y) != len(X):
             raise ValueError(
@@ -267,7 +350,10 @@ class _PrivateLinearModel(BaseEstimator):
         self, problem: _Problem, x: np.ndarray, num_private: int
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """Scaling, start and settings, from public rows and the budget."""
-        assert problem.public_targets is not None
+        targets = problem.public_targets
+        assert targets is not None
+        if problem.prior is not None:
+            targets = (len(x) * targets + problem.prior) / (len(x) + 1)
         rng = np.random.default_rng(_PUBLIC_SEED)
         follows_hessian = self.method != "dpsgd"
         scaling = _Scaling.of(
@@ -275,7 +361,7 @@ class _PrivateLinearModel(BaseEstimator):
             intercept=bool(self.fit_intercept),
             row_norm_bound=self.row_norm_bound,
         )
-        rows = Rows(scaling(x), problem.public_targets)
+        rows = Rows(scaling(x), targets)
         penalized = np.arange(rows.features.shape[1]) < x.shape[1]
         public = PublicObjective.cross_validated(
             problem.family, rows, penalized=penalized.astype(float), rng=rng
@@ -300,7 +386,7 @@ class _PrivateLinearModel(BaseEstimator):
         basis = geometry(public)
         theta = np.linalg.solve(basis, public.minimizer)
         if self._given("l2_clip_norm") is None:
-            whitened = Rows(rows.features @ basis, problem.public_targets)
+            whitened = Rows(rows.features @ basis, targets)
             norms = linear.gradient_norms(problem.family, theta, whitened)
             clip = float(np.quantile(norms, settings.l2_clip_norm))
             # All public residuals are zero: any clip norm will do.
@@ -345,6 +431,7 @@ class _PrivateLinearModel(BaseEstimator):
         num_public: int,
         shown: tuple[str, ...],
         seed: int | None,
+        budget: Budget | None,
     ) -> RunReport:
         method = "cold DP-SGD"
         if num_public:
@@ -354,6 +441,7 @@ class _PrivateLinearModel(BaseEstimator):
             mechanism,
             self.delta,
             charged_steps=settings.num_steps,
+            budget=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
             tuning=f"nothing to charge: settings not given follow from {source} and the budget",
             shown_without_protection=shown,
@@ -384,14 +472,31 @@ def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     )
 
 
-def _as_numbers(name: str, y: np.ndarray) -> np.ndarray:
+def _copies(problem: _Problem, x: np.ndarray, x_public: np.ndarray) -> np.ndarray:
+    """A mask of the private rows that equal a public one, where that is a sign of a copy.
+
+    If public rows are all distinct, few private rows equal one of them by chance: about as many of
+    n as one public row is of all. Otherwise the most common rows would be the ones left out.
+    """
+    targets = problem.public_targets
+    assert targets is not None
+    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
+        return np.zeros(len(x), bool)
+    # A target that overflowed in scaling is infinite, which PrivateData refuses.
+    private = PrivateData({"x": x, "y": np.nan_to_num(problem.targets)})
+    return excluded_rows(private, PublicData({"x": x_public, "y": targets}))
+
+
+def _as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     try:
-        return y.astype(np.float64)
+        numbers = y.astype(np.float64)
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
-            "classes."
+            f"classes.{remark}"
         ) from None
+    _refuse_non_finite(name, numbers, remark)
+    return numbers
 
 
 def _mask(counts: Any, rows: int) -> np.ndarray:
@@ -497,7 +602,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         self.random_state = random_state
 
     def _encode(self, y, y_public):
-        y = _as_numbers("y", y)
+        y = _as_numbers("y", y, f" {UNPROTECTED}")
         shift, scale = 0.0, 1.0
         if self.target_range is not None:
             low, high = self.target_range
@@ -505,15 +610,17 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
             y = np.clip(y, low, high)
             shift, scale = (low + high) / 2, (high - low) / 2
         if y_public is not None:
-            y_public = _as_numbers("y_public", y_public)
+            y_public = _as_numbers("y_public", y_public, "")
             shift = float(y_public.mean())
             scale = float(y_public.std())
         # Without an intercept nothing could undo the shift.
         shift = shift if self.fit_intercept else 0.0
         scale = scale if scale > 0 else 1.0
+        with np.errstate(over="ignore"):
+            targets = (y[:, None] - shift) / scale
         return _Problem(
             linear.SQUARED_ERROR,
-            (y[:, None] - shift) / scale,
+            targets,
             None if y_public is None else (y_public[:, None] - shift) / scale,
             shift=shift,
             scale=scale,
@@ -582,7 +689,7 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
 
 
 def _as_counts(name: str, y: np.ndarray, remark: str) -> np.ndarray:
-    y = _as_numbers(name, y)
+    y = _as_numbers(name, y, remark)
     if (y < 0).any():
         raise ValueError(
             f"{name} must hold counts of at least 0, got {int((y < 0).sum())} negative values."
@@ -635,13 +742,16 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         self.random_state = random_state
 
     def _encode(self, y, y_public):
-        check_classification_targets(y)
         known = self.classes if self.classes is not None else y_public
-        self.classes_ = np.unique(y if known is None else np.asarray(known))
+        labels = y if known is None else np.asarray(known)
+        # What defines the classes must be labels; elsewhere a number of any kind is no class.
+        check_classification_targets(labels)
+        self.classes_ = np.unique(labels)
         if len(self.classes_) < 2:
+            remark = f" {UNPROTECTED}" if known is None else ""
             raise ValueError(
                 "a classifier needs at least two classes, got one class only: "
-                f"{self.classes_.tolist()}. Pass classes= if there are others."
+                f"{self.classes_.tolist()}. Pass classes= if there are others.{remark}"
             )
         targets, counts = self._one_hot(y)
         if not counts.all():
@@ -651,7 +761,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
                 UnprotectedWarning,
                 stacklevel=3,
             )
-        public_targets = None
+        public_targets = prior = None
         if y_public is not None:
             public_targets, is_class = self._one_hot(y_public)
             if not is_class.all():
@@ -660,13 +770,12 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
                     f"{np.unique(y_public[~is_class])[:5].tolist()}. Extend classes=."
                 )
             # One more row, shared by all classes: no class is impossible for being absent.
-            one_row = 1 / (len(y_public) + 1)
-            public_targets = (1 - one_row) * public_targets + one_row / len(self.classes_)
+            prior = 1 / len(self.classes_)
         shown = ()
         if known is None:
             shown = ("the set of labels: taken from the private rows, it counted as public",)
         family = linear.LOGISTIC if len(self.classes_) == 2 else linear.MULTINOMIAL
-        return _Problem(family, targets, public_targets, counts, shown=shown)
+        return _Problem(family, targets, public_targets, prior, counts, shown=shown)
 
     def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Targets, and which labels are classes at all."""

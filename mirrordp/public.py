@@ -87,8 +87,15 @@ def _epoch(loss_fn, optimizer, mask, params, opt_state, rows, key, train, holdou
     keys = jax.random.split(key, rows.shape[0])
     (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
     # A fixed key: epochs are compared under the same dropout or augmentation.
-    holdout_loss = gradient(params, holdout, jax.random.key(0))[0]
-    return params, opt_state, jnp.mean(losses), holdout_loss
+    keyed_loss = with_key(loss_fn)
+    judge_keys = jax.random.split(
+        jax.random.split(jax.random.key(0))[1], jax.tree.leaves(holdout)[0].shape[0]
+    )
+    # A part at a time: all rows of a language model at once take gigabytes.
+    holdout_losses = jax.lax.map(
+        lambda judge: keyed_loss(params, *judge), (holdout, judge_keys), batch_size=512
+    )
+    return params, opt_state, jnp.mean(losses), jnp.mean(holdout_losses)
 
 
 def warm_start(
@@ -99,6 +106,7 @@ def warm_start(
     optimizer: optax.GradientTransformation | None = None,
     batch_size: int | None = 32,
     holdout_fraction: float = 0.2,
+    holdout: PublicData | None = None,
     patience: int = 10,
     max_epochs: int = 500,
     trainable: PyTree | None = None,
@@ -118,6 +126,8 @@ def warm_start(
         optimizer: an optax optimiser; by default Adam with learning rate 1e-3.
         batch_size: rows of a mini-batch; None takes all at once.
         holdout_fraction: the share of the public rows that judges.
+        holdout: public rows of your own that judge; all of `public` is then learned from, and
+            `refit` adds them to it.
         patience: stop after so many epochs without improvement.
         max_epochs: stop at the latest after so many; `converged` is then False.
         trainable: as in `mirrordp.clipped_grad`.
@@ -132,15 +142,24 @@ def warm_start(
     _validate.positive_integer(patience=patience, max_epochs=max_epochs)
     if batch_size is not None:
         _validate.positive_integer(batch_size=batch_size)
-    if len(public) < 2:
+    if holdout is not None:
+        require_public(holdout, "holdout")
+        together = jax.tree.map(
+            lambda *leaves: np.concatenate(leaves), holdout.arrays, public.arrays
+        )
+        public = PublicData(together)
+    elif len(public) < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
     optimizer = optimizer or _adam()
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(public))
-    num_holdout = min(max(1, round(holdout_fraction * len(public))), len(public) - 1)
+    if holdout is not None:
+        order, num_holdout = np.arange(len(public)), len(holdout)
+    else:
+        num_holdout = min(max(1, round(holdout_fraction * len(public))), len(public) - 1)
     take = lambda rows: jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), public.arrays)  # noqa: E731
-    holdout, train = take(order[:num_holdout]), take(order[num_holdout:])
+    judges, train = take(order[:num_holdout]), take(order[num_holdout:])
     num_train = len(public) - num_holdout
     mask = frozen_mask(trainable, params)
 
@@ -152,7 +171,7 @@ def warm_start(
             rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
             reached, opt_state, train_loss, holdout_loss = _epoch(
                 loss_fn, optimizer, mask, reached, opt_state, rows,
-                jax.random.fold_in(key, number), train, holdout,
+                jax.random.fold_in(key, number), train, judges,
             )  # fmt: skip
             yield reached, float(train_loss), float(holdout_loss)
 

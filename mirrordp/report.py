@@ -5,15 +5,11 @@ caller states about the run. It holds nothing that depends on private rows witho
 of rows appears only where the adjacency makes it public, and a seed only where the caller gave one.
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import json
 import math
 import os
-import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from mirrordp import _validate
+from mirrordp._files import write_atomically
+from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
-from mirrordp.ledger import Ledger
+from mirrordp.budget import Budget
+from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 
 SECURE_NOISE = "independent Gaussian, secure: exact on a lattice, keyed by the operating system"
@@ -30,7 +29,6 @@ NOT_FOR_RELEASE = "reproducible, not for release"
 TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
 )
-LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 Results = Mapping[str, Any]
 
@@ -62,6 +60,7 @@ class RunReport:
         seed: the seed that the caller gave; None where the operating system provided randomness.
         versions: library versions.
         results: released quantities, such as the accuracy on public test rows.
+        ledger: length and head of the ledger file, and the budget, that the run was charged to.
     """
 
     title: str
@@ -86,6 +85,7 @@ class RunReport:
     seed: int | None
     versions: Mapping[str, str]
     results: Results
+    ledger: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -95,6 +95,7 @@ class RunReport:
         *,
         charged_steps: int | None = None,
         ledger: Ledger | None = None,
+        budget: Budget | None = None,
         title: str = "A model trained with mirrordp",
         scope: str | None = None,
         tuning: str = TUNING_NOT_CHARGED,
@@ -110,7 +111,10 @@ class RunReport:
             charged_steps: how many steps read private data (`info.charged_steps`); by default all
                 that the mechanism was made for.
             ledger: everything that was charged, where that is more than this run; ε then covers
-                all of it.
+                all of it. This holds for runs that were fixed beforehand; for runs chosen after
+                earlier ones were seen use a budget.
+            budget: the budget that the run was charged to. ε remains that of this run; what the
+                budget promises for all of its runs together is stated beside it.
             title: what was trained.
             scope: what ε covers, in words, where "this run" (or, with a ledger, "everything charged
                 to the ledger") does not say it well enough.
@@ -128,6 +132,8 @@ class RunReport:
                 f"[{shown_without_protection!r}]."
             )
         steps = mechanism.num_steps if charged_steps is None else charged_steps
+        if ledger is not None and budget is not None:
+            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
         if ledger is not None and ledger.adjacency is not mechanism.adjacency:
             raise ValueError(
                 f"ledger and mechanism must share one adjacency, got {ledger.adjacency.value!r} "
@@ -139,7 +145,7 @@ class RunReport:
         if ledger is not None:
             run = found
             found = ledger.epsilon(delta, accountant=mechanism.accountant, orders=mechanism.orders)
-            covered = "everything charged to the ledger"
+            covered = "everything charged to the ledger, by runs that were fixed beforehand"
             if found.epsilon < run.epsilon * (1 - 1e-6):
                 raise ValueError(
                     f"the ledger must hold at least this run, epsilon {run.epsilon:.4g}, got a "
@@ -174,6 +180,7 @@ class RunReport:
             seed=seed,
             versions=library_versions(),
             results=_plain(results or {}, "results"),
+            ledger=_ledger_statement(ledger, budget),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +192,8 @@ class RunReport:
         fields["randomness"] = self._randomness
         if self.seed is None:
             del fields["seed"]
+        if self.ledger is None:
+            del fields["ledger"]
         results = fields.pop("results")
         return fields | {"results": results}
 
@@ -195,7 +204,7 @@ class RunReport:
     @property
     def _randomness(self) -> str:
         if self.seed is None:
-            return "from the operating system, not written down"
+            return "from the operating system; it is no part of what is released"
         return f"from the seed given by the caller: {NOT_FOR_RELEASE}"
 
     def privacy_card(self) -> str:
@@ -277,6 +286,7 @@ class RunReport:
             ),
             ("How strongly?", f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}"),
             ("What does this cover?", _cell(self.scope)),
+            *self._together(),
             ("Is the number of records hidden?", count),
             ("Was the choice of settings charged?", _cell(self.tuning)),
             (
@@ -285,6 +295,19 @@ class RunReport:
                 or "nothing, as stated by whoever ran this",
             ),
             ("Where did the randomness come from?", self._randomness),
+        ]
+
+    def _together(self) -> list[tuple[str, str]]:
+        if self.ledger is None or "budget" not in self.ledger:
+            return []
+        budget = self.ledger["budget"]
+        return [
+            (
+                "What do all runs on these records cost together?",
+                f"at most epsilon {_number(budget['epsilon'])}, delta {_number(budget['delta'])}, "
+                f"however they were chosen: they share one budget, of which "
+                f"{_percent(budget['used'])} was used after this run",
+            )
         ]
 
     def _limits(self) -> list[str]:
@@ -322,7 +345,13 @@ class RunReport:
             ("number of records", n),
             ("number of records counts as public", public),
             ("accountant", self.accountant_method),
+            *self._ledger_numbers(),
         ]
+
+    def _ledger_numbers(self) -> list[tuple[str, str]]:
+        if self.ledger is None:
+            return []
+        return [("ledger", f"{self.ledger['length']} records, head {self.ledger['head']}")]
 
     def write(self, directory: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Writes `report.json` and `privacy_card.md`; returns their paths.
@@ -336,38 +365,20 @@ class RunReport:
         return report, card
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a run does."""
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"python": platform.python_version()}
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file through a temporary one beside it, so that no reader sees half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file readable by its owner only; results are to be shared.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _ledger_statement(ledger: Ledger | None, budget: Budget | None) -> dict[str, Any] | None:
+    """Length and head, so that a tail that is cut later is noticed; nothing about the data."""
+    if budget is not None:
+        status = budget.status
+        return {
+            **status.position._asdict(),
+            "budget": {
+                "epsilon": status.epsilon,
+                "delta": status.delta,
+                "runs": status.runs,
+                "used": status.used,
+            },
+        }
+    return ledger.position._asdict() if isinstance(ledger, FileLedger) else None
 
 
 @dataclasses.dataclass(frozen=True)

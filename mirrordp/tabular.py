@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dp_accounting import gaussian_mechanism
 
+from mirrordp import _files, accounting
+from mirrordp.accounting import Adjacency
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.tables import (
     TASKS,
@@ -202,6 +207,7 @@ class FittedTable:
             self.report.write(complete)
             write_atomically(complete / MODEL_FILE, self.model.to_json().encode())
             os.replace(complete, folder)
+            _files.sync_folder(folder.parent)
 
 
 def check_new_folder(folder: str | os.PathLike[str]) -> None:
@@ -236,6 +242,9 @@ def fit_files(
     seed: int | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    budget: Budget | None = None,
+    data_changed: bool = False,
+    checkpoint: Checkpoint | None = None,
     stage: Stage = _silent,
 ) -> FittedTable:
     """Fits a linear model to the private file under (ε, δ)-differential privacy.
@@ -252,9 +261,14 @@ def fit_files(
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
+        budget: charge to this budget, under its adjacency; refused before any file is read if the
+            run does not fit.
+        data_changed: the private file is another than the budget's, and that is known.
+        checkpoint: keep the randomness, so that a fit that was cut off can be resumed.
         stage: is told what is going on.
 
     Raises:
+        StorageError: if the budget does not admit the run, or it cannot be resumed.
         TableError: if the files do not fit the task or each other.
     """
     private, public = Path(private), Path(public)
@@ -264,6 +278,14 @@ def fit_files(
                 f"expected two different files, got {str(private)!r} as private and as public "
                 "table; private rows do not become public by being named so."
             )
+    adjacency = Adjacency.ZERO_OUT
+    if budget is not None:
+        adjacency = _adjacency_of(budget)
+        if checkpoint is None or not checkpoint.resume:
+            _require_room(budget, epsilon, delta)
+        # A run that is resumed may have been charged; what is still missing is asked for later.
+        with stage(f"comparing {private} with the data of the budget"):
+            budget.check_data(private, data_changed=data_changed)
     with stage(f"reading {public}"):
         table = read_table(public)
         learned = learn_encoding(
@@ -280,13 +302,17 @@ def fit_files(
     with stage(f"reading {private}"):
         secret = encoding.encode(read_batches(private, private=True), private=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
-        estimator = _estimator(task, epsilon=epsilon, delta=delta, random_state=seed)
+        estimator = _estimator(
+            task, epsilon=epsilon, delta=delta, adjacency=adjacency.value, random_state=seed
+        )
         estimator.fit(
             secret.features,
             secret.target,
             X_public=known.features[usable],
             y_public=known.target[usable],
             counts=~secret.unusable,
+            budget=budget,
+            checkpoint=checkpoint,
         )
     report = dataclasses.replace(
         estimator.privacy_,
@@ -300,6 +326,27 @@ def fit_files(
         privacy=report.to_dict(),
     )
     return FittedTable(model, report, learned.left_out)
+
+
+def _adjacency_of(budget: Budget) -> Adjacency:
+    if budget.unit != "example" or not budget.adjacency.num_examples_is_public:
+        raise TableError(
+            "expected a budget for rows of which the number is public (unit example, adjacency "
+            f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
+            "fit cannot be charged to it."
+        )
+    return budget.adjacency
+
+
+def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
+    """Raises unless a fit at (ε, δ) is within the budget.
+
+    The estimators never take more than the one Gaussian that has exactly (ε, δ), which is known
+    before any file is read.
+    """
+    noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
+    event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
+    budget.admit_event(event, delta=delta)
 
 
 def _estimator(task: str, **options: Any) -> Any:

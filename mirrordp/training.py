@@ -11,9 +11,12 @@ Compiled code sees *passes*: rows of `capacity` indices. Nearly always one pass 
 above the capacity is finished in further passes of the same shape before the noise is added, once.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,7 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mirrordp import _validate, schedules
+from mirrordp import _fingerprint, _validate, schedules
+from mirrordp import checkpoint as checkpoints
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     ClippedGrad,
     frozen_mask,
@@ -39,7 +45,7 @@ from mirrordp.data import (
     require_private,
     require_public,
 )
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import Block, FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
@@ -393,6 +399,8 @@ def train(
     steps_per_call: int = 50,
     stream: bool | None = None,
     ledger: Ledger | None = None,
+    budget: Budget | None = None,
+    checkpoint: Checkpoint | None = None,
     show_unprivatized: bool = False,
 ) -> Iterator[tuple[TrainState, TrainInfo]]:
     """Trains under the guarantee of `mechanism`; yields `(state, info)` every few steps.
@@ -401,7 +409,7 @@ def train(
     `mirrordp.warm_start`. With `alpha` below one it is PDA-DPMD in the paper's first-order form.
 
     Everything is checked, and a mistake raised, before the first row of private data is used. A
-    block of steps is charged to `ledger` before it runs.
+    block of steps is charged to `ledger` (or `budget`) before it runs.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, a function of *one* example; optionally with
@@ -430,36 +438,91 @@ def train(
         stream: keep private rows in host memory and send them batch by batch, prepared while the
             device computes; by default only if they do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
+        budget: charge to a budget that spans runs instead; the run is refused before any row is
+            used if all of it does not fit.
+        checkpoint: keep what is needed to go on after a crash, in a folder of the run's own. A
+            resumed run first yields the state of its checkpoint once more, and ends as the run
+            that was never interrupted, to the bit.
         show_unprivatized: fill `info.unprivatized` with the batch's loss, clip fraction and size,
             which are not covered by the guarantee.
 
     Returns:
         An iterator of `(TrainState, TrainInfo)`.
     """
-    plan = plan_runs(
-        loss_fn,
-        params,
-        private,
-        public,
-        [alpha],
-        mechanism=mechanism,
-        optimizer=optimizer,
-        num_steps=num_steps,
-        public_loss_fn=public_loss_fn,
-        public_batch_size=public_batch_size,
-        scale_noise=scale_noise,
-        noisy_clip_norm=noisy_clip_norm,
-        average=average,
-        trainable=trainable,
-        microbatch_size=microbatch_size,
-        overlap=overlap,
-        steps_per_call=steps_per_call,
-        stream=stream,
-        ledger=ledger,
-        show_unprivatized=show_unprivatized,
-    )
-    rng, keys = randomness(seed, secure=mechanism.is_secure)
-    return _generate(plan, plan.mechanism.batches(len(private), rng), keys)
+    _check_ledger(ledger, budget, checkpoint, mechanism)
+    with contextlib.ExitStack() as stack:
+        run: checkpoints.Run | None = None
+
+        def admit(alphas: np.ndarray) -> None:
+            nonlocal run
+            if checkpoint is not None:
+                file = ledger if isinstance(ledger, FileLedger) else None
+                run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
+                stack.callback(run.close)
+            if budget is not None:
+                charged = 0 if run is None else run.charged_steps
+                budget.admit(mechanism, charged_steps=charged, num_steps=int((alphas > 0).sum()))
+                budget.check_rows(private)
+
+        plan = plan_runs(
+            loss_fn,
+            params,
+            private,
+            public,
+            [alpha],
+            mechanism=mechanism,
+            optimizer=optimizer,
+            num_steps=num_steps,
+            public_loss_fn=public_loss_fn,
+            public_batch_size=public_batch_size,
+            scale_noise=scale_noise,
+            noisy_clip_norm=noisy_clip_norm,
+            average=average,
+            trainable=trainable,
+            microbatch_size=microbatch_size,
+            overlap=overlap,
+            steps_per_call=steps_per_call,
+            stream=stream,
+            ledger=ledger,
+            show_unprivatized=show_unprivatized,
+            admit=admit,
+        )
+        entropy = seed
+        if run is not None:
+            plan = plan._replace(ledger=run.ledger)
+            entropy = run.verify(_configuration(plan, run.key), seed)
+        rng, keys = randomness(entropy, secure=mechanism.is_secure)
+        every = 1 if checkpoint is None else checkpoint.every
+        steps = _generate(plan, rng, keys, budget, run, every)
+        stack.pop_all()  # from here on the generator closes the run
+    return steps
+
+
+def _check_ledger(
+    ledger: Ledger | None,
+    budget: Budget | None,
+    checkpoint: Checkpoint | None,
+    mechanism: Mechanism,
+) -> None:
+    if ledger is not None:
+        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
+    if budget is not None:
+        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
+        if ledger is not None:
+            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
+    if checkpoint is not None:
+        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+        if isinstance(mechanism, Mechanism) and mechanism.is_secure:
+            raise ValueError(
+                "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
+                "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
+                "a crash begin again from the last released parameters; all steps are charged."
+            )
+        if ledger is not None and not isinstance(ledger, FileLedger):
+            raise ValueError(
+                "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
+                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
+            )
 
 
 # Enough to hide the host behind the device, few enough that idle passes do not cost much.
@@ -509,10 +572,12 @@ def plan_runs(
     loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
     public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
     steps_per_call, stream, ledger, show_unprivatized,
+    admit: Callable[[np.ndarray], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Checks everything that can be checked before private data is used; see `train`.
 
-    `alphas` holds one α (number, list or schedule) for each run that shares the rest.
+    `alphas` holds one α (number, list or schedule) for each run that shares the rest. `admit` is
+    given their values when all but the private rows has been checked; it may refuse.
     """
     require_private(private)
     _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=mechanism)
@@ -535,12 +600,9 @@ def plan_runs(
         _validate.positive_integer(microbatch_size=microbatch_size)
     table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
     for row in table:
-        _check_charged_steps(row, mechanism)
+        check_charged_steps(row, mechanism)
     public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
     mechanism.check_num_examples(len(private))
-    excluded = np.zeros(len(private), bool)
-    if public is not None and public_loss_fn is None:
-        excluded = excluded_rows(private, public, overlap)
     params = jax.tree.map(jnp.asarray, params)
     train_step = TrainStep(
         loss_fn=loss_fn,
@@ -555,9 +617,9 @@ def plan_runs(
         microbatch_size=microbatch_size,
         show_unprivatized=show_unprivatized,
     )
-    _check_loss("loss_fn", loss_fn, params, private.arrays)
+    check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
-        _check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
+        check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
     if ledger is None:
         ledger = Ledger(mechanism.adjacency)
@@ -566,6 +628,11 @@ def plan_runs(
             f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
             f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
         )
+    if admit is not None:
+        admit(table)
+    excluded = np.zeros(len(private), bool)
+    if public is not None and public_loss_fn is None:
+        excluded = excluded_rows(private, public, overlap)
     stream = not _fits_on_device(private) if stream is None else stream
     return Plan(
         train_step=train_step,
@@ -580,45 +647,163 @@ def plan_runs(
     )
 
 
+def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
+    """Everything that decides what the run computes, in words or as a fingerprint."""
+    step, params = plan.train_step, plan.params
+    part = trainable_part(params, step._mask)
+    opt_state = step.optimizer.init(part)
+    plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
+             "show_unprivatized", "trainable")  # fmt: skip
+    described = {
+        "mechanism": repr(step.mechanism),
+        "alpha": checkpoints.outline(plan.alphas[0]),
+        "steps_per_call": str(plan.steps_per_call),
+        "loss_fn": checkpoints.program(
+            with_key(step.loss_fn), params, _example_of(plan.private.arrays), jax.random.key(0)
+        ),
+        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
+        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
+        "private data": _fingerprint.of_arrays(key, (plan.private.arrays, plan.excluded)),
+        "public data": _fingerprint.of_arrays(key, plan.public_arrays),
+        **{name: str(getattr(step, name)) for name in plain},
+    }
+    if step.public_loss_fn is not None and plan.public_arrays is not None:
+        described["public_loss_fn"] = checkpoints.program(
+            with_key(step.public_loss_fn), params, _example_of(plan.public_arrays),
+            jax.random.key(0),
+        )  # fmt: skip
+    return described
+
+
 def _generate(
-    plan: Plan, batches: Iterator[np.ndarray], keys: Keys
+    plan: Plan,
+    rng: np.random.Generator | SecureRandom,
+    keys: Keys,
+    budget: Budget | None,
+    run: checkpoints.Run | None,
+    every: int,
 ) -> Iterator[tuple[TrainState, TrainInfo]]:
     train_step, mechanism = plan.train_step, plan.mechanism
+    name = secrets.token_hex(8) if run is None else run.id
     state = train_step.init(plan.params, keys.noise)
     partial_sum = train_step.nothing_yet(plan.params)
-    on_device = None if plan.stream else jax.device_put(plan.private.arrays)
-    public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
-    excluded = jax.device_put(plan.excluded)
-    charged = 0
-    for start, calls in prepared_blocks(plan, [batches]):
-        block = plan.block(start)[0]
-        reads = int((block > 0).sum())
-        plan.ledger.charge(mechanism.event_between(charged, charged + reads))
-        charged += reads
-        infos = []
-        for inputs in calls:
-            one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
-            state, partial_sum, info = _run_passes(
-                train_step, plan.may_skip, state, partial_sum,
-                one._replace(is_last=inputs.is_last), on_device, excluded, public_arrays, keys,
-            )  # fmt: skip
-            infos.append(info)
-        info = whole_steps(calls, infos)
-        yield (
-            state,
-            TrainInfo(
+    # Where the generator stands after so many draws: the next block is drawn ahead of time.
+    drawn = {0: _sampling_state(rng)}
+    batches = _recorded(mechanism.batches(len(plan.private), rng), rng, drawn)
+
+    def charge(start: int, stop: int) -> None:
+        if run is not None:
+            # Steps that were charged before a crash are replayed, not charged again.
+            start = max(start, run.charged_steps)
+        if stop > start:
+            charged_to = plan.ledger if budget is None else budget
+            event = mechanism.event_between(start, stop)
+            charged_to.charge(event, block=Block(name, start, stop))
+
+    with contextlib.ExitStack() as stack:
+        begin, charged, total = 0, 0, plan.alphas.shape[1]
+        if run is not None:
+            stack.callback(run.close)
+            if run.saved is None:
+                # From here on the run has its randomness, before anything is charged.
+                _save(run, state, None, drawn[0])
+            else:
+                state, info = _restore(run.saved, state)
+                if info is not None:
+                    begin, charged = info.step, info.charged_steps
+                for _ in range(charged):
+                    next(batches)
+                if drawn[charged] != run.saved.position["sampling"]:
+                    raise checkpoints.CheckpointError(
+                        "expected the batches of the run to be drawn again as they were, got "
+                        "others. Resume on the machine and with the libraries it began with."
+                    )
+                if info is not None:
+                    yield state, info
+                if begin == total:
+                    run.finish()
+                    return
+        on_device = None if plan.stream else jax.device_put(plan.private.arrays)
+        public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
+        excluded = jax.device_put(plan.excluded)
+        for start, calls in prepared_blocks(plan, [batches], begin):
+            block = plan.block(start)[0]
+            reads = int((block > 0).sum())
+            charge(charged, charged + reads)
+            charged += reads
+            infos = []
+            for inputs in calls:
+                one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
+                state, partial_sum, info = _run_passes(
+                    train_step, plan.may_skip, state, partial_sum,
+                    one._replace(is_last=inputs.is_last), on_device, excluded, public_arrays, keys,
+                )  # fmt: skip
+                infos.append(info)
+            info = whole_steps(calls, infos)
+            found = TrainInfo(
                 step=start + len(block),
                 charged_steps=charged,
                 alpha=block,
                 noisy_grad_norm=info.noisy_grad_norm,
                 public_loss=info.public_loss,
                 unprivatized=info.unprivatized if train_step.show_unprivatized else None,
-            ),
-        )
+            )
+            due = found.step == total or (start // plan.steps_per_call + 1) % every == 0
+            if run is not None and due:
+                _save(run, state, found, drawn[charged])
+            yield state, found
+        if run is not None:
+            run.finish()
+
+
+def _recorded(
+    batches: Iterator[np.ndarray], rng: np.random.Generator | SecureRandom, drawn: dict[int, str]
+) -> Iterator[np.ndarray]:
+    """The batches; keeps where the generator stands after each of them."""
+    for count, batch in enumerate(batches, 1):
+        drawn[count] = _sampling_state(rng)
+        yield batch
+
+
+def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
+    """A digest of where the sampler's generator stands; a secure one stands nowhere."""
+    if isinstance(rng, SecureRandom):
+        return ""
+    state = json.dumps(rng.bit_generator.state, sort_keys=True, default=lambda a: a.tolist())
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _save(run: checkpoints.Run, state: TrainState, info: TrainInfo | None, sampling: str) -> None:
+    arrays = checkpoints.to_arrays(state, "state")
+    position = {"sampling": sampling, "step": 0, "charged_steps": 0}
+    if info is not None:
+        position |= {"step": info.step, "charged_steps": info.charged_steps}
+        shown = (info.alpha, info.noisy_grad_norm, info.public_loss, info.unprivatized)
+        arrays |= checkpoints.to_arrays(shown, "info")
+    run.save(position, arrays)
+
+
+def _restore(saved: checkpoints.Saved, like: TrainState) -> tuple[TrainState, TrainInfo | None]:
+    state = checkpoints.from_arrays(like, saved.arrays, "state")
+    step = saved.position["step"]
+    if step == 0:
+        return state, None
+    unprivatized: Any = None
+    if "info[3].loss" in saved.arrays:
+        found: Any = [saved.arrays[f"info[3].{name}"] for name in Unprivatized._fields]
+        unprivatized = Unprivatized(*found)
+    return state, TrainInfo(
+        step=step,
+        charged_steps=saved.position["charged_steps"],
+        alpha=saved.arrays["info[0]"],
+        noisy_grad_norm=saved.arrays["info[1]"],
+        public_loss=saved.arrays["info[2]"],
+        unprivatized=unprivatized,
+    )
 
 
 def prepared_blocks(
-    plan: Plan, batches: Sequence[Iterator[np.ndarray]]
+    plan: Plan, batches: Sequence[Iterator[np.ndarray]], begin: int = 0
 ) -> Iterator[tuple[int, list[Passes]]]:
     """The first step of each block and its inputs, drawn while the device is busy with the last."""
     host_arrays = plan.private.arrays if plan.stream else None
@@ -628,8 +813,8 @@ def prepared_blocks(
         return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
 
     with ThreadPoolExecutor(max_workers=1) as executor:
-        upcoming = executor.submit(prepare, 0)
-        for start in plan.starts:
+        upcoming = executor.submit(prepare, begin)
+        for start in plan.starts[begin // plan.steps_per_call :]:
             calls = upcoming.result()
             if start + plan.steps_per_call < plan.alphas.shape[1]:
                 upcoming = executor.submit(prepare, start + plan.steps_per_call)
@@ -699,7 +884,8 @@ def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), *kept)
 
 
-def _check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+def check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+    """Raises unless the mechanism was made for as many steps as read private data."""
     charged = int((alphas > 0).sum())
     if charged > mechanism.num_steps:
         raise ValueError(
@@ -724,15 +910,19 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def _check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
-    """Traces the loss on one example's shape, so that mistakes surface before training."""
-    example = jax.tree.map(
+def _example_of(arrays: Batch) -> PyTree:
+    """Shapes and types of one example."""
+    return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
         ),
         arrays,
     )
-    result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
+
+
+def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
+    """Traces the loss on one example's shape, so that mistakes surface before training."""
+    result = jax.eval_shape(with_key(loss_fn), params, _example_of(arrays), jax.random.key(0))
     if getattr(result, "shape", None) != ():
         raise ValueError(
             f"{name}(params, example) must return one scalar for one example, got "

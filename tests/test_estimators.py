@@ -342,6 +342,161 @@ class TestContract:
         assert sigma[1] == pytest.approx(2 * sigma[0], rel=0.02)
 
 
+@pytest.fixture
+def sums(monkeypatch):
+    """What each step would release before its noise; the noise itself is left out."""
+    found = []
+
+    class NoNoise:
+        def __init__(self, mechanism, size, key):
+            del size, key
+            self.mechanism = mechanism
+
+        def __call__(self, clipped_sum):
+            found.append((clipped_sum, self.mechanism))
+            return clipped_sum
+
+    monkeypatch.setattr(linear, "_NoiseStream", NoNoise)
+    return found
+
+
+class TestNeighbours:
+    """End to end: what one private row can do to the sum that the noise has to hide."""
+
+    CLIP_NORM = 0.5
+    ROW = 3
+    EXTREMES = ("usual", "features", "opposite", "target", "overflow", "nan", "inf")
+
+    def rows(self, task, extreme):
+        """Private rows; the model is surprised by the one in question, so that it does matter."""
+        x, y = draw(task, 40)
+        centre = 5 * SCALES
+        truth = np.random.default_rng(123).normal(size=(FEATURES, 3))[:, 0]
+        x[self.ROW] = centre + 0.5 * SCALES * np.sign(truth)
+        y[self.ROW] = {"regression": -30, "binary": 0, "multinomial": 2, "count": 0}[task]
+        if extreme == "features":
+            x[self.ROW] = centre + 1e4 * (x[self.ROW] - centre)
+        elif extreme == "opposite":
+            x[self.ROW] = centre - 1e4 * (x[self.ROW] - centre)
+            y[self.ROW] = {"binary": 1, "count": 40}.get(task, y[self.ROW])
+        elif extreme == "target":
+            y[self.ROW] = 17 if task in ("binary", "multinomial") else 10**9
+        elif extreme == "overflow":
+            x[self.ROW] = 1e307 * np.sign(x[self.ROW])
+        elif extreme in ("nan", "inf"):
+            x[self.ROW, 2] = float(extreme)
+        return x, y
+
+    def fit(self, task, x, y, *, counts=None, adjacency="zero-out", **options):
+        model = TASKS[task](
+            num_steps=1, l2_clip_norm=self.CLIP_NORM, learning_rate=0.1, adjacency=adjacency,
+            random_state=0, **options,
+        )  # fmt: skip
+        return model.fit(x, y, *draw(task, 60, seed=1), counts=counts)
+
+    @pytest.mark.filterwarnings("ignore::mirrordp.UnprotectedWarning")
+    @pytest.mark.parametrize("extreme", EXTREMES)
+    def test_one_row_moves_the_sum_by_at_most_the_clip_norm(self, task, extreme, sums, monkeypatch):
+        """Zero-out: with and without the row. Replace: the usual row and the extreme one."""
+        if extreme in ("nan", "inf"):
+            # Refused already when the rows are checked; here the second line of defence is meant.
+            monkeypatch.setattr(estimators, "_refuse_non_finite", lambda *arguments: None)
+            monkeypatch.setattr(
+                estimators, "_copies", lambda problem, x, x_public: np.zeros(len(x), bool)
+            )
+        x, y = self.rows(task, extreme)
+        models = [
+            self.fit(task, x, y),
+            self.fit(task, x, y, counts=np.arange(len(x)) != self.ROW),
+            self.fit(task, *self.rows(task, "usual")),
+        ]
+        (whole, mechanism), (without, _), (usual, _) = sums
+        # Only the sums differ: clip norm, noise, divisor and settings are the same.
+        assert [other for _, other in sums] == [mechanism] * 3
+        assert mechanism.l2_clip_norm == self.CLIP_NORM
+        assert mechanism.sampling.expected_batch_size == len(x)
+        assert all(np.isfinite(model.coef_).all() for model in models)
+        zero_out = np.linalg.norm(whole - without) / self.CLIP_NORM
+        replace = np.linalg.norm(whole - usual) / self.CLIP_NORM
+        assert zero_out <= 1 + 1e-9
+        assert replace <= 2 + 1e-9
+        is_unknown_class = extreme == "target" and task in ("binary", "multinomial")
+        if is_unknown_class or extreme in ("overflow", "nan", "inf"):
+            np.testing.assert_array_equal(whole, without)
+        else:
+            assert zero_out > 0.01
+        if extreme != "usual":
+            assert replace > 0.01
+
+    def test_the_noise_is_for_that_distance(self, task, sums):
+        """Zero-out: C. Replace: twice as much."""
+        x, y = self.rows(task, "usual")
+        for adjacency in ("zero-out", "replace"):
+            self.fit(task, x, y, adjacency=adjacency)
+        (_, zero_out), (_, replace) = sums
+        assert replace.noise_stddev == pytest.approx(2 * zero_out.noise_stddev, rel=0.02)
+        assert zero_out.epsilon(1e-5) <= 1
+
+    def test_the_sum_is_divided_by_the_number_of_all_rows(self, sums):
+        """Rows that do not count leave the divisor alone."""
+        x, y = self.rows("regression", "usual")
+        start = self.fit("regression", x, y, counts=np.zeros(len(x), bool))
+        half = self.fit("regression", x, y, counts=np.arange(len(x)) % 2 == 0)
+        twice = self.fit(
+            "regression", np.concatenate([x, x]), np.concatenate([y, y]),
+            counts=np.tile(np.arange(len(x)) % 2 == 0, 2),
+        )  # fmt: skip
+        np.testing.assert_array_equal(sums[0][0], 0)
+        np.testing.assert_allclose(sums[2][0], 2 * sums[1][0])
+        assert not np.allclose(start.coef_, half.coef_)
+        np.testing.assert_allclose(half.coef_, twice.coef_)
+
+
+class TestCopies:
+    """Private rows that are public too."""
+
+    @pytest.mark.parametrize("copied", [(), (0,), (0, 7, 8)])
+    def test_a_copy_of_a_public_row_contributes_nothing(self, task, copied, sums):
+        x, y = draw(task, 40)
+        public = draw(task, 60, seed=1)
+        copied = np.array(copied, int)
+        x[copied], y[copied] = public[0][copied], public[1][copied]
+        counts = ~np.isin(np.arange(len(x)), copied)
+        options = {"num_steps": 1, "random_state": 0}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = TASKS[task](**options).fit(x, y, *public)
+        said = [str(w.message) for w in seen if w.category is UnprotectedWarning]
+        expected = [f"{UNPROTECTED} {len(copied)} private rows equal a public row; they contribute"]
+        assert [line[: len(expected[0])] for line in said] == (expected if len(copied) else [])
+        x[copied] += 1
+        TASKS[task](**options).fit(x, y, *public, counts=counts)
+        np.testing.assert_array_equal(sums[0][0], sums[1][0])
+        assert model.privacy_.num_examples == len(x)
+        assert UNPROTECTED not in model.privacy_.to_json()
+
+    def test_equal_features_with_another_target_are_no_copy(self, sums):
+        x, y = draw("binary", 40)
+        public = draw("binary", 60, seed=1)
+        x[0], y[0] = public[0][0], 1 - public[1][0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnprotectedWarning)
+            PrivateLogisticRegression(num_steps=1, random_state=0).fit(x, y, *public)
+
+    def test_where_values_repeat_by_chance_nothing_is_left_out(self, sums):
+        """Three categories: nearly every private row equals a public one, and still counts."""
+        rng = np.random.default_rng(0)
+        x, x_public = (np.eye(3)[rng.integers(3, size=rows)] for rows in (200, 30))
+        labels = np.array(["no", "yes"])
+        y, y_public = (labels[part[:, 0].astype(int)] for part in (x, x_public))
+        options = {"num_steps": 1, "l2_clip_norm": 1e6, "random_state": 0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnprotectedWarning)
+            model = PrivateLogisticRegression(**options).fit(x, y, x_public, y_public)
+        assert np.linalg.norm(sums[0][0]) > 0
+        assert list(model.classes_) == ["no", "yes"]
+
+
 class TestPrivacy:
     def test_private_rows_decide_neither_bounds_nor_scaling(self, task, monkeypatch):
         """Private rows a million times as large: the same C, T, η, σ, start and coordinates."""
@@ -481,6 +636,45 @@ class TestMistakes:
             PrivateLogisticRegression().fit(x, y, x, np.zeros(50, int))
         with pytest.raises(ValueError, match=r"y_public must hold labels out of classes"):
             PrivateLogisticRegression(classes=[0, 1]).fit(x, y, x, y + 1)
+
+    def test_a_private_label_of_any_kind_is_only_unknown(self):
+        """Where the classes are known, one odd label must not decide whether there is a model."""
+        x, y = draw("binary", 50)
+        public = draw("binary", 40, seed=1)
+        odd = y.astype(float)
+        odd[3] = 0.5
+        with pytest.warns(UnprotectedWarning, match="1 private rows"):
+            model = PrivateLogisticRegression(random_state=0).fit(x, odd, *public)
+        assert list(model.classes_) == [0, 1]
+        with pytest.raises(ValueError, match="Unknown label type"):
+            PrivateLogisticRegression().fit(x, odd)
+        with pytest.raises(ValueError, match="Unknown label type"):
+            PrivateLogisticRegression().fit(x, y, x, odd)
+
+    def test_messages_quote_no_private_value(self):
+        x, y = draw("regression", 50)
+        text = x.astype(object)
+        text[3, 2] = "secret"
+        target = y.astype(object)
+        target[3] = "secret"
+        for arguments in ((text, y), (x, target)):
+            with pytest.raises(ValueError, match="must hold numbers") as error:
+                PrivateLinearRegression().fit(*arguments)
+            assert "secret" not in str(error.value)
+            assert UNPROTECTED in str(error.value)
+            assert error.value.__cause__ is None
+            assert error.value.__suppress_context__
+
+    def test_gaps_in_targets_of_any_dtype_are_refused(self):
+        x, y = draw("count", 50)
+        gaps = y.astype(object)
+        gaps[3] = None
+        for estimator in (PrivateLinearRegression, PrivatePoissonRegressor):
+            with pytest.raises(ValueError, match="y must be finite") as error:
+                estimator().fit(x, gaps)
+            assert UNPROTECTED in str(error.value)
+            with pytest.raises(ValueError, match="y_public must be finite"):
+                estimator().fit(x, y, x, gaps)
 
     def test_without_public_rows_or_bounds_there_is_a_warning(self, task):
         x, y = draw(task, 50)

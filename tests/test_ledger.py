@@ -1,9 +1,25 @@
-"""The ledger: append-only, asking changes nothing, equal neighbours are one event."""
+"""The ledger: append-only, asking changes nothing; in a file, damage is noticed."""
+
+import errno
+import json
+import os
+import random
+import threading
 
 import dp_accounting
 import pytest
 
-from mirrordp import Accountant, Adjacency, Ledger, accounting
+from mirrordp import Accountant, Adjacency, FileLedger, Ledger, accounting
+from mirrordp import ledger as ledger_module
+from mirrordp._files import LockedError
+from mirrordp.ledger import (
+    Block,
+    LedgerError,
+    Position,
+    check_position,
+    event_from_dict,
+    event_to_dict,
+)
 
 POISSON = accounting.poisson_event(3.0, sampling_prob=0.1, num_steps=5)
 GAUSSIAN = dp_accounting.GaussianDpEvent(2.0)
@@ -79,3 +95,220 @@ def test_replace_counts_twice_the_distance():
         dp_accounting.GaussianDpEvent(1.0), 1e-5, adjacency=Adjacency.ZERO_OUT
     )
     assert ledger.epsilon(1e-5).epsilon == pytest.approx(single.epsilon, rel=1e-9)
+
+
+class TestFile:
+    """The ledger in a file: durable, chained, honest about damage."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        return tmp_path / "ledger.jsonl"
+
+    @pytest.fixture
+    def filled(self, path):
+        with FileLedger.create(path, Adjacency.ZERO_OUT) as ledger:
+            for stop in (5, 10, 15):
+                ledger.charge(POISSON, block=Block("a", stop - 5, stop))
+            ledger.charge(GAUSSIAN)
+        return path
+
+    def test_replays_to_the_same_epsilon(self, ledger, filled):
+        for event in (POISSON, POISSON, POISSON, GAUSSIAN):
+            ledger.charge(event)
+        with FileLedger.open(filled) as opened:
+            assert opened.event == ledger.event
+            for accountant in Accountant:
+                assert opened.epsilon(1e-5, accountant=accountant) == ledger.epsilon(
+                    1e-5, accountant=accountant
+                )
+            assert opened.charged_steps("a") == 15
+            assert opened.charged_steps("b") == 0
+            assert opened.adjacency is Adjacency.ZERO_OUT
+        assert FileLedger.read(filled).position == opened.position
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            POISSON,
+            GAUSSIAN,
+            accounting.fixed_size_event(1.0, num_examples=10, batch_size=3, num_steps=2),
+            dp_accounting.ComposedDpEvent([POISSON, GAUSSIAN, dp_accounting.NoOpDpEvent()]),
+            dp_accounting.GaussianDpEvent(0.1 + 0.2),
+        ],
+    )
+    def test_events_survive_as_text(self, event):
+        text = json.dumps(event_to_dict(event))
+        assert event_from_dict(json.loads(text)) == event
+
+    def test_unknown_events_are_refused_both_ways(self, path):
+        with FileLedger.create(path, Adjacency.ZERO_OUT) as ledger:
+            with pytest.raises(LedgerError, match="LaplaceDpEvent"):
+                ledger.charge(dp_accounting.LaplaceDpEvent(1.0))
+            assert ledger.position.length == 1
+        for bad in (
+            {"name": "laplace", "noise_multiplier": 1.0},
+            {"name": "gaussian", "noise_multiplier": float("nan")},
+            {"name": "gaussian", "noise_multiplier": 1.0, "extra": 1},
+            {"name": "repeated", "count": 0, "event": {"name": "nothing"}},
+            {"name": "poisson-sampled", "sampling_prob": 1.5, "event": {"name": "nothing"}},
+            ["gaussian"],
+        ):
+            with pytest.raises(LedgerError, match="expected an event"):
+                event_from_dict(bad)
+
+    def test_any_flipped_bit_is_noticed(self, filled):
+        content = filled.read_bytes()
+        rng = random.Random(0)
+        for at in [0, len(content) - 2, *rng.sample(range(len(content)), 40)]:
+            changed = bytearray(content)
+            changed[at] ^= 1 << rng.randrange(7)
+            filled.write_bytes(bytes(changed))
+            with pytest.raises(LedgerError):
+                FileLedger.open(filled)
+        filled.write_bytes(content)
+        FileLedger.open(filled).close()
+
+    @pytest.mark.parametrize("keep", [1, 3, 4])
+    def test_a_cut_tail_is_noticed(self, filled, keep):
+        lines = filled.read_bytes().splitlines(keepends=True)
+        filled.write_bytes(b"".join(lines[:keep]))
+        with pytest.raises(LedgerError, match="tail was cut"):
+            FileLedger.open(filled)
+        with pytest.raises(LedgerError, match="tail was cut"):
+            FileLedger.read(filled)
+
+    def test_swapped_records_are_noticed(self, filled):
+        lines = filled.read_bytes().splitlines(keepends=True)
+        filled.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
+        with pytest.raises(LedgerError, match="damaged"):
+            FileLedger.open(filled)
+
+    def test_a_rewritten_history_is_noticed(self, filled, tmp_path):
+        """A well-formed chain that is not the one whose head is kept."""
+        other = tmp_path / "other.jsonl"
+        with FileLedger.create(other, Adjacency.ZERO_OUT) as ledger:
+            for _ in range(4):
+                ledger.charge(GAUSSIAN)
+        filled.write_bytes(other.read_bytes())
+        with pytest.raises(LedgerError, match="another history"):
+            FileLedger.open(filled)
+
+    @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"length":1,"head":"0","sha256":"0"}'])
+    def test_a_lost_or_damaged_head_is_an_error(self, filled, content):
+        head = filled.with_name("ledger.jsonl.head")
+        head.unlink() if content is None else head.write_bytes(content)
+        with pytest.raises(LedgerError, match="length and head"):
+            FileLedger.open(filled)
+
+    @pytest.mark.parametrize("part", [1, 10, 100, -1])
+    def test_a_torn_last_line_is_dropped(self, filled, part, monkeypatch):
+        """What a crash within `charge` leaves: it never returned, so nothing of it was seen."""
+        before = FileLedger.read(filled)
+        with FileLedger.open(filled) as ledger:
+            monkeypatch.setattr(ledger_module, "_write_head", lambda *_: None)
+            ledger.charge(GAUSSIAN)
+        monkeypatch.undo()
+        lines = filled.read_bytes().splitlines(keepends=True)
+        filled.write_bytes(b"".join(lines[:-1]) + lines[-1][:part])
+        assert FileLedger.read(filled).position == before.position
+        with FileLedger.open(filled) as ledger:
+            assert ledger.position == before.position
+            ledger.charge(GAUSSIAN)
+        assert len(FileLedger.read(filled).records) == len(before.records) + 1
+
+    def test_a_whole_last_line_counts_although_its_charge_never_returned(self, filled, monkeypatch):
+        with FileLedger.open(filled) as ledger:
+            monkeypatch.setattr(ledger_module, "_write_head", lambda *_: None)
+            ledger.charge(GAUSSIAN)
+            charged = ledger.event
+        monkeypatch.undo()
+        with FileLedger.open(filled) as ledger:
+            assert ledger.event == charged
+        assert FileLedger.read(filled).event == charged
+
+    @pytest.mark.parametrize("operation", ["write", "fsync", "replace"])
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+    def test_what_cannot_be_written_is_not_charged(self, filled, monkeypatch, operation, code):
+        def fail(*args, **options):
+            raise OSError(code, os.strerror(code))
+
+        before = FileLedger.read(filled).event
+        with FileLedger.open(filled) as ledger:
+            monkeypatch.setattr(os, operation, fail)
+            with pytest.raises(LedgerError, match="nothing ran"):
+                ledger.charge(GAUSSIAN)
+            monkeypatch.undo()
+            # What the file holds is unknown now: no further charge before it is opened anew.
+            with pytest.raises(LedgerError, match=r"FileLedger\.open"):
+                ledger.charge(GAUSSIAN)
+        with FileLedger.open(filled) as ledger:
+            more = ledger.event != before
+            # At most one charge too many, never one too few.
+            assert len(ledger.records) - 5 == int(more) <= 1
+
+    def test_a_full_disk_in_the_middle_of_a_line(self, filled, monkeypatch):
+        real = os.write
+
+        def half(handle, content):
+            if len(content) < 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(handle, bytes(content)[: len(content) // 2])
+
+        before = filled.read_bytes()
+        with FileLedger.open(filled) as ledger:
+            monkeypatch.setattr(os, "write", half)
+            with pytest.raises(LedgerError, match="No space left"):
+                ledger.charge(GAUSSIAN)
+            monkeypatch.undo()
+        assert filled.read_bytes() == before
+
+    def test_two_holders(self, filled):
+        with FileLedger.open(filled):
+            with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+                FileLedger.open(filled)
+            assert FileLedger.read(filled).position.length == 5
+            with pytest.raises(LedgerError, match="view"):
+                FileLedger.read(filled).charge(GAUSSIAN)
+        FileLedger.open(filled).close()
+
+    def test_waiting_for_the_other_holder(self, filled):
+        first = FileLedger.open(filled)
+        threading.Timer(0.3, first.close).start()
+        with FileLedger.open(filled, wait=30):
+            pass
+
+    def test_blocks_are_charged_in_order(self, filled):
+        with FileLedger.open(filled) as ledger:
+            for block in (Block("a", 14, 16), Block("a", 16, 17), Block("a", 15, 15)):
+                with pytest.raises(ValueError, match="Charge in order"):
+                    ledger.charge(POISSON, block=block)
+
+    def test_an_old_copy_is_noticed_by_whoever_knows_the_head(self, filled):
+        with FileLedger.open(filled) as ledger:
+            newest = ledger.position
+        check_position(ledger, newest, "the report")
+        check_position(ledger, Position(2, ledger.records[1]["hash"]), "the report")
+        with pytest.raises(LedgerError, match="old copy"):
+            check_position(ledger, Position(newest.length + 1, newest.head), "the report")
+        with pytest.raises(LedgerError, match="another ledger"):
+            check_position(ledger, Position(2, newest.head), "the report")
+
+    def test_it_is_not_made_twice_and_not_found_where_it_is_not(self, filled, tmp_path):
+        with pytest.raises(LedgerError, match="exists"):
+            FileLedger.create(filled, Adjacency.ZERO_OUT)
+        with pytest.raises(LedgerError, match="no such file"):
+            FileLedger.open(tmp_path / "other.jsonl")
+        # The ledger is lost, but its head knows that something was charged.
+        filled.unlink()
+        with pytest.raises(LedgerError, match="exists"):
+            FileLedger.create(filled, Adjacency.ZERO_OUT)
+
+    def test_another_version_is_refused(self, path, monkeypatch):
+        monkeypatch.setattr(ledger_module, "VERSION", 2)
+        FileLedger.create(path, Adjacency.ZERO_OUT).close()
+        monkeypatch.undo()
+        with pytest.raises(LedgerError, match="version 2"):
+            FileLedger.open(path)
+
+    def test_the_file_is_for_its_owner(self, filled):
+        assert filled.stat().st_mode & 0o777 == 0o600

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from experiments import datasets, records
 from experiments.deep import results
-from experiments.deep.settings import Settings, SettingsError, load, point_id
+from experiments.deep.settings import Settings, SettingsError, files_of, load, point_id
 from experiments.deep.training import Loaded, WarmStarts, run_points
 
 
@@ -133,7 +133,9 @@ def _summary(line: records.Record) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that `run` and `sweep` have in common."""
-    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file, or a folder of them"
+    )
     parser.add_argument("--data-root", type=Path, help="folder of the data (or MIRRORDP_DATA)")
     parser.add_argument(
         "--synthetic", action="store_true", help="made-up data, to try the machinery"
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> None:
-        configs = [load(path) for path in arguments.configs]
+        configs = [load(path) for path in files_of(arguments.configs)]
         session = open_session(arguments)
         for settings in configs:
             seeds = arguments.seeds or settings.seeds

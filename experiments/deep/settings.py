@@ -4,15 +4,20 @@ A file may name another one in `extends`, whose values it overrides.
 """
 
 import dataclasses
+import json
 import re
 import tomllib
+import types
+import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments import datasets, records
 
 ALGORITHMS = ("cold", "warm", "pda")
 CONFIGS = Path(__file__).parents[1] / "configs"
+BASE = "base"
 
 
 class SettingsError(ValueError):
@@ -109,6 +114,9 @@ class Settings:
             if not condition:
                 raise SettingsError(f"{self.name}: {expected}")
 
+        check(
+            self.dataset in datasets.NAMES, f"dataset must be one of {', '.join(datasets.NAMES)}."
+        )
         check(self.algorithm in ALGORITHMS, f"algorithm must be one of {', '.join(ALGORITHMS)}.")
         check(
             (self.noise_multiplier is None) != (self.target_epsilon is None),
@@ -138,6 +146,17 @@ class Settings:
         return values
 
 
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """Settings files; a folder stands for all of its own but the one that they extend."""
+    found = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(file for file in path.glob("*.toml") if file.stem != BASE)
+        else:
+            found.append(path)
+    return found
+
+
 def load(path: Path) -> Settings:
     """Read a settings file; what it does not say comes from the one it extends."""
     path = Path(path)
@@ -147,7 +166,10 @@ def load(path: Path) -> Settings:
     except ValueError:
         name = path.stem
     for key, kind in (("warm_start", WarmStartSettings), ("sweep", SweepSettings)):
-        values[key] = _make(kind, f"{name}, [{key}]", values.get(key, {}))
+        below = values.get(key, {})
+        if not isinstance(below, dict):
+            raise SettingsError(f"{name}: expected a table [{key}], got {below!r}.")
+        values[key] = _make(kind, f"{name}, [{key}]", below)
     return _make(Settings, name, values | {"name": name})
 
 
@@ -163,15 +185,23 @@ def set_values(path: Path, **values: float) -> None:
 
 def point_id(settings: Settings, *, kind: str, seed: int, num_private: int, label: str) -> str:
     """Identifies one run, so that it is computed once."""
-    return records.fingerprint(
-        {
-            "kind": kind,
-            "seed": seed,
-            "num_private": num_private,
-            "label": label,
-            **settings.identity(),
-        }
+    return _id(settings.identity(), kind=kind, seed=seed, num_private=num_private, label=label)
+
+
+def line_id(line: records.Record) -> str:
+    """The `point_id` of the run that made a result line."""
+    return _id(
+        line["settings"],
+        kind=line["kind"],
+        seed=line["seed"],
+        num_private=line["data"]["num_private"],
+        label=line["data"]["label"],
     )
+
+
+def _id(identity: dict[str, Any], **others: Any) -> str:
+    # K = 200 and K = 200.0 are one run, however a TOML file or a JSON line spells it.
+    return records.fingerprint(json.loads(json.dumps({**identity, **others}), parse_int=float))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -187,7 +217,7 @@ def _read(path: Path) -> dict[str, Any]:
     below = _read(path.parent / base)
     merged = below | values
     for key in ("warm_start", "sweep"):
-        if key in below and key in values:
+        if isinstance(below.get(key), dict) and isinstance(values.get(key), dict):
             merged[key] = below[key] | values[key]
     return merged
 
@@ -206,13 +236,26 @@ def _make(kind: type, name: str, values: dict[str, Any]) -> Any:
     ]
     if missing:
         raise SettingsError(f"{name}: the setting {missing[0]!r} is missing.")
+    checked = {}
     for key, value in values.items():
-        expected = fields[key].type
-        kinds = expected if isinstance(expected, type) else None
-        if isinstance(value, list):
-            values[key] = tuple(value)
-        elif kinds is float and isinstance(value, int) and not isinstance(value, bool):
-            values[key] = float(value)
-        elif kinds in (int, float, str, bool) and type(value) is not kinds:
-            raise SettingsError(f"{name}: {key} must be of type {kinds.__name__}, got {value!r}.")
-    return kind(**values)
+        try:
+            checked[key] = _as(fields[key].type, value)
+        except TypeError as error:
+            raise SettingsError(f"{name}: {key} must be {error}, got {value!r}.") from None
+    return kind(**checked)
+
+
+def _as(expected: Any, value: Any) -> Any:
+    """The value in the type of its field; whole numbers will do for others."""
+    if isinstance(expected, types.UnionType):
+        expected = next(kind for kind in typing.get_args(expected) if kind is not types.NoneType)
+    if typing.get_origin(expected) is tuple:
+        inner = typing.get_args(expected)[0]
+        if not isinstance(value, list):
+            raise TypeError(f"a list of {inner.__name__}")
+        return tuple(_as(inner, one) for one in value)
+    if expected is float and type(value) is int:
+        return float(value)
+    if type(value) is not expected:
+        raise TypeError(f"of type {expected.__name__}")
+    return value

@@ -14,11 +14,10 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments import records
 from experiments.deep.run import Session, add_options, guarded, open_session
-from experiments.deep.settings import CONFIGS, Settings, SettingsError, load, set_values
+from experiments.deep.settings import CONFIGS, Settings, SettingsError, files_of, load, set_values
 
 _MAX_WIDENINGS = 12
 
@@ -91,9 +90,8 @@ def search_decay(settings: Settings, session: Session, rate: float) -> tuple[flo
     return best_of([(eta, decay) for eta in rates], score_of_rate)
 
 
-def sweep(path: Path, session: Session) -> dict[str, float]:
+def sweep_of(settings: Settings, session: Session) -> dict[str, float]:
     """Search the settings of one file; returns what was chosen."""
-    settings = load(path)
     if settings.algorithm != "pda":
         return {"learning_rate": search_rate(settings, session)}
     if settings.sweep.rate_from is None:
@@ -118,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         session = open_session(arguments)
-        for path in arguments.configs:
-            chosen = sweep(path, session)
+        for path in files_of(arguments.configs):
+            chosen = sweep_of(load(path), session)
             print(f"{path.stem}: best {chosen}", flush=True)
             if not (arguments.keep or arguments.synthetic):
                 set_values(path, **chosen)

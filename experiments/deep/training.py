@@ -231,6 +231,7 @@ def run_points(
                 "num_private": num_private,
                 "num_public": len(data.public),
                 "not_covered": data.prepared.facts.get("not_covered", []),
+                **_unknown_rate(data.prepared),
             },
             "privacy": privacy(found, settings.delta),
             "warm_start": starts[number][1],
@@ -242,6 +243,13 @@ def run_points(
         }
         for number, (setting, seed) in enumerate(points)
     ]
+
+
+def _unknown_rate(prepared: Prepared) -> dict[str, dict[str, float]]:
+    """Shares of unknown words in text; that of private text stays with the operator."""
+    rates = prepared.facts.get("unknown_rate", {})
+    shown = {part: rate for part, rate in rates.items() if part != "private"}
+    return {"unknown_rate": shown} if shown else {}
 
 
 def _common(settings: Settings) -> dict[str, Any]:
@@ -297,9 +305,7 @@ def _number(value: Any) -> float | None:
 def made_by() -> records.Record:
     """Code, versions and machine."""
     root = Path(__file__).parents[2]
-    sources = sorted(
-        [*root.glob("mirrordp/**/*.py"), *root.glob("experiments/deep/*.py")]
-        + [*root.glob("experiments/datasets/*.py"), root / "experiments" / "models.py"]
-    )
+    patterns = ("mirrordp/**/*.py", "experiments/models.py", "experiments/deep/*.py")
+    sources = sorted(path for pattern in patterns for path in root.glob(pattern))
     device = jax.devices()[0]
     return records.provenance(PACKAGES, sources, f"{device.platform}, {device.device_kind}")

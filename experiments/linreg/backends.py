@@ -6,25 +6,34 @@ rounding only.
 """
 
 import os
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
-from dp_accounting import gaussian_mechanism
+from dp_accounting import GaussianDpEvent
 
 from experiments.linreg.simulation import Trial
+from mirrordp import accounting
 
 
+@cache
 def noise_multiplier(epsilon: float, delta: float, num_steps: int) -> float:
     """Noise standard deviation relative to the clip norm for `num_steps` full-batch releases.
 
     The composition of T Gaussian mechanisms with multiplier σ is one with σ/√T, so σ = σ₁ √T with
     σ₁ the exact calibration of a single release (sensitivity C: add/remove or zero-out adjacency).
     """
-    return gaussian_mechanism.get_sigma_gaussian(epsilon, delta) * num_steps**0.5
+    one_step = accounting.calibrate(
+        GaussianDpEvent,
+        epsilon_target=epsilon,
+        delta=delta,
+        adjacency=accounting.Adjacency.ZERO_OUT,
+        tolerance=1e-12,
+    )
+    return one_step * num_steps**0.5
 
 
 def clip_residuals(residuals: Any, row_norms: Any, clip_norms: Any) -> Any:

@@ -71,14 +71,18 @@ def candidates(method: str, task: str) -> list[tuple[tuple[str, Any], ...]]:
     if method == COLD:
         grid = {
             # Rows have norm one: the loss has curvature up to one, the logistic loss a quarter.
-            "learning_rate": (0.5, 1.5) if task == "regression" else (5.0, 15.0),
+            "learning_rate": (0.5, 1.5, 4.5) if task == "regression" else (5.0, 15.0, 45.0),
             "num_steps": (100, 400, 1600),
-            "l2_clip_norm": (0.3, 1.0),
+            # Up to 1.5: with its intercept a row has norm √2, and nothing is clipped any more.
+            "l2_clip_norm": (0.1, 0.3, 1.0) if task == "regression" else (0.3, 1.0, 1.5),
         }
     elif method == PEER and task == "regression":
         grid = {"num_features": (1, 2, 4, 8, 1000)}
     elif method == PEER:
-        grid = {"norm_quantile": (0.5, 0.95), "inverse_ridge": (0.001, 0.01, 0.1, 1.0)}
+        grid = {
+            "norm_quantile": (0.25, 0.5, 0.95, 1.0),
+            "inverse_ridge": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 1.0),
+        }
     else:
         return [()]
     return [tuple(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]

@@ -75,8 +75,9 @@ def table(found: Sequence[Record]) -> str:
     for dataset, metrics in METRICS.items():
         if not any(record["dataset"] == dataset for record in found):
             continue
-        seeds = len(values(found, dataset, OURS, EPSILONS[0], metrics[0][0]))
-        lines += [f"**{TITLES[dataset]}**, mean ± standard error over {seeds} seeds", ""]
+        seeds = sorted(values(found, dataset, OURS, EPSILONS[0], metrics[0][0]))
+        which = f"{len(seeds)} splits (seeds {seeds[0]} to {seeds[-1]})"
+        lines += [f"**{TITLES[dataset]}**, mean ± standard error over {which}", ""]
         heads = [f"{label}, ε = {e:g}" for _, label, _, _ in metrics for e in EPSILONS]
         lines += ["| method | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
         for method, label in LABELS.items():
@@ -119,6 +120,22 @@ def verdict(found: Sequence[Record]) -> list[str]:
                             f"better by {-mean:.4g} (standard error {error:.2g})"
                         )
     return missed
+
+
+def ties(found: Sequence[Record]) -> list[str]:
+    """Where a private competitor is no better, but ours not by more than two standard errors."""
+    tied = []
+    for dataset, metrics in METRICS.items():
+        for metric, label, _, sign in metrics:
+            for epsilon in EPSILONS:
+                for method in PRIVATE[1:]:
+                    mean, error = advantage(found, dataset, method, epsilon, metric, sign)
+                    if 0 <= mean <= 2 * error:
+                        tied.append(
+                            f"{TITLES[dataset]}, {label}, ε = {epsilon:g}: {LABELS[method]} is "
+                            f"worse by {mean:.4g} only (standard error {error:.2g})"
+                        )
+    return tied
 
 
 def excess(
@@ -173,12 +190,31 @@ def draw(found: Sequence[Record], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def made_by(found: Sequence[Record]) -> str:
+    """Which code, versions and machine made the records."""
+    own = [record["provenance"] for record in found if record["method"] != PEER]
+    peer = [record["provenance"] for record in found if record["method"] == PEER]
+    commits = ", ".join(sorted({str(origin["commit"]) for origin in own}))
+    sources = ", ".join(sorted({origin["source"] for origin in own}))
+    beside = f"; beside it {_versions(peer)}" if peer else ""
+    seconds = sum(record["seconds"] for record in found)
+    return (
+        f"Made by: cpu, Python {own[0]['python']}, {_versions(own)}{beside}; commit {commits}, "
+        f"source {sources}. {len(found)} fits, {seconds:.0f} s in all.\n"
+    )
+
+
+def _versions(origins: Sequence[Record]) -> str:
+    found = {item for origin in origins for item in origin["packages"].items()}
+    return ", ".join(f"{name} {version}" for name, version in sorted(found) if version)
+
+
 def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | None = None) -> None:
     """Writes NAME.md and NAME.png, and on request the marked section of a README."""
     if not found:
         raise SystemExit("expected finished lines to draw, got none; run without --plot-only.")
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(found)
+    text = table(found) + "\n"
     missed = verdict(found)
     text += "\n".join(
         ["The goal is missed at:", "", *(f"- {line}" for line in missed), ""]
@@ -189,6 +225,10 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
             "",
         ]
     )
+    tied = ties(found)
+    if tied:
+        text += "\n".join(["", "Not told apart at:", "", *(f"- {line}" for line in tied), ""])
+    text += f"\n{made_by(found)}"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     draw(found, folder / f"{name}.png")
     print(text)

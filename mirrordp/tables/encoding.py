@@ -64,7 +64,7 @@ class TableEncoding:
         parts, source = [], ""
         for table in batches:
             source = table.source
-            self.check_columns(table, with_target=True)
+            self.check_columns(table, with_target=True, private=private)
             features = self._encode_features(table, tallies)
             cells = table.columns[self.target.name]
             target, unusable = self.target.encode(cells, tallies[self.target.name])
@@ -81,19 +81,22 @@ class TableEncoding:
     def encode_features(self, table: Table) -> np.ndarray:
         """Encodes rows to predict for; their target, if any, is not looked at."""
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
-        self.check_columns(table, with_target=False)
+        self.check_columns(table, with_target=False, private=False)
         features = self._encode_features(table, tallies)
         self._judge(tallies, table.source, private=False)
         return features
 
-    def check_columns(self, table: Table, *, with_target: bool) -> None:
-        """Raises a TableError unless the table has every column that is needed."""
+    def check_columns(self, table: Table, *, with_target: bool, private: bool) -> None:
+        """Raises a TableError unless the table has every column that is needed.
+
+        Where the header line is missing, the names are cells of a row: hence the mark.
+        """
         needed = [column.name for column in self.columns]
         needed += [self.target.name] if with_target else []
         missing = [name for name in needed if name not in table.columns]
         if missing:
             raise TableError(
-                f"expected column{'s' * (len(missing) > 1)} {listed(missing)} in "
+                f"{mark(private)}expected column{'s' * (len(missing) > 1)} {listed(missing)} in "
                 f"{table.source!r} as in the public table, got columns "
                 f"{listed(list(table.columns))}; add what is missing."
             )

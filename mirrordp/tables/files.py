@@ -102,7 +102,7 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
             delimiter = max(",;\t", key=line.count)
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
             names = [name.strip() for name in next(reader, [])]
-            _check_names(path, names)
+            _check_names(path, names, private)
             seen = 0
             while rows := list(itertools.islice(reader, batch_rows)):
                 rows = [row for row in rows if row]
@@ -119,8 +119,8 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
                     yield Table(str(path), dict(zip(names, columns, strict=True)))
     except UnicodeDecodeError:
         raise TableError(
-            f"expected Parquet or UTF-8 text, got other bytes in {str(path)!r}; save the file as "
-            "CSV in UTF-8."
+            f"{mark(private)}expected Parquet or UTF-8 text, got other bytes in {str(path)!r}; "
+            "save the file as CSV in UTF-8."
         ) from None
     except csv.Error as error:
         raise TableError(
@@ -128,7 +128,8 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
         ) from None
 
 
-def _check_names(path: Path, names: Sequence[str]) -> None:
+def _check_names(path: Path, names: Sequence[str], private: bool) -> None:
+    """Where the header line is missing, the names are cells of a row: hence the mark."""
     if not names:
         raise TableError(
             f"expected a header line with column names in {str(path)!r}, got an empty file; add "
@@ -143,17 +144,16 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise TableError(
-            f"expected different column names in {str(path)!r}, got {twice[0]!r} "
-            f"{counts[twice[0]]} times; rename one."
+            f"{mark(private)}expected different column names in {str(path)!r}, got {twice[0]!r} "
+            f"{counts[twice[0]]} times; rename one, or add a header line."
         )
 
 
 def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
-    del private  # what can be wrong with a Parquet file is wrong with the file, not with a row
     arrow, parquet = _pyarrow()
     try:
         with parquet.ParquetFile(path) as file:
-            _check_names(path, file.schema_arrow.names)
+            _check_names(path, file.schema_arrow.names, private)
             for batch in file.iter_batches(batch_size=batch_rows):
                 if len(batch):
                     columns = {
@@ -164,7 +164,8 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
     except arrow.ArrowException as error:
         reason = str(error).split("\n")[0].rstrip(".")
         raise TableError(
-            f"expected a Parquet table, got {str(path)!r} ({reason}); write it again."
+            f"{mark(private)}expected a Parquet table, got {str(path)!r} ({reason}); write "
+            "it again."
         ) from None
 
 

@@ -152,6 +152,7 @@ def test_command_writes_lines_table_and_figure_and_skips_what_is_done(root, smal
     lines = records.read(out / "quick.jsonl")
     # Per data set: 1 tuning seed x 2 ε x 2 candidates; 1 seed x (3 methods x 2 ε + 3).
     assert len(lines) == 2 * (4 + 9)
+    assert {line["seed"] for line in lines} == {command.FIRST_SEED, command.TUNING_SEED}
     first = lines[0]
     assert first["provenance"]["packages"]["numpy"]
     assert first["provenance"]["source"]
@@ -161,6 +162,8 @@ def test_command_writes_lines_table_and_figure_and_skips_what_is_done(root, smal
     table = (out / "quick.md").read_text()
     assert "California housing" in table
     assert "UCI Adult" in table
+    assert "1 splits (seeds 100 to 100)" in table
+    assert "Made by: cpu, Python" in table
     assert (out / "quick.png").read_bytes().startswith(b"\x89PNG")
 
     before = (out / "quick.jsonl").read_bytes()
@@ -182,6 +185,13 @@ def test_tuning_takes_the_least_loss(root, small, tmp_path):
         for epsilon in (0.1, 3.0)
     }
     assert steps == {0.1: 2, 3.0: 5}
+
+
+@pytest.mark.parametrize("first", [-1, 981])
+def test_seeds_for_tuning_are_for_tuning_only(root, capsys, first):
+    with pytest.raises(SystemExit):
+        command.main(["--data-root", str(root), "--first-seed", str(first)])
+    assert "the others are for tuning" in capsys.readouterr().err
 
 
 def test_missing_data_is_said(tmp_path, capsys):
@@ -214,6 +224,8 @@ def test_the_verdict_is_paired_and_honest():
     missed = report.verdict(fake_records(better=-5))
     assert len(missed) == 2 * 3 * 5
     assert "warm DP-SGD is better by 5" in missed[0]
+    assert report.ties(fake_records(better=5)) == []
+    assert len(report.ties(fake_records(better=0))) == 2 * 3 * 3
     mean, error = report.advantage(fake_records(5), "housing", methods.WARM, 1.0, "rmse", -1)
     assert (mean, error) == (5.0, 0.0)
 

@@ -1,0 +1,194 @@
+"""What a federated round costs: `python -m benchmarks.federated [--peers] [--model small|lstm]`.
+
+A round: every sampled user takes one epoch of local SGD in batches of 16 over its own rows, its
+delta is clipped and added, the server adds noise and steps. The same work is given to Flower's
+simulation and to pfl-research where they are installed, with the same model in PyTorch: they run in
+processes of their own (`--python` names the interpreter that has them), one after the other, on the
+same cores. Compilation, start-up and one round of warming up are not counted; they are printed
+beside. Peak memory is the process's largest resident set.
+
+    python -m benchmarks.federated                              ours, small model and the LSTM
+    python -m benchmarks.federated --peers --python PEER/bin/python
+    python -m benchmarks.federated --scaling                    cost against users and model size
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROWS, FEATURES, CLASSES = 32, 32, 10
+VOCABULARY, LENGTH = 10_004, 21
+MODELS = ("small", "lstm")
+PEERS = ("flower", "pfl")
+
+
+def user_rows(model: str, num_users: int):
+    """The same rows for everybody: 32 examples a user."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    if model == "lstm":
+        return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
+    x = rng.normal(size=(num_users, ROWS, FEATURES)).astype(np.float32)
+    return {"x": x, "y": rng.integers(0, CLASSES, (num_users, ROWS)).astype(np.int32)}
+
+
+def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
+    """Seconds per round of `federated_train` on four times as many users as a cohort holds."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import mirrordp
+    from experiments import models
+
+    num_users = 4 * cohort
+    rows = user_rows(model, num_users)
+    users = [jax.tree.map(lambda leaf, u=u: leaf[u], rows) for u in range(num_users)]
+    if model == "lstm":
+        network = models.stackoverflow_lstm(width=width)
+        params, loss = network.init(jax.random.key(0)), network.loss
+    else:
+        params = {
+            "w1": 0.1 * jax.random.normal(jax.random.key(0), (FEATURES, width)),
+            "w2": 0.1 * jax.random.normal(jax.random.key(1), (width, CLASSES)),
+        }
+
+        def loss(params, example):
+            logits = jnp.tanh(example["x"] @ params["w1"]) @ params["w2"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, example["y"])
+
+    private = mirrordp.PrivateClients.from_users(users, max_examples_per_user=ROWS)
+    block = max(1, rounds // 2)
+    mechanism = mirrordp.Mechanism(
+        sampling=mirrordp.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
+        l2_clip_norm=0.3,
+        noise_multiplier=1.0,
+        num_steps=block + rounds,
+        adjacency=mirrordp.Adjacency.REPLACE,
+        unit="user",
+    )
+    run = mirrordp.federated_train(
+        loss,
+        params,
+        private,
+        mechanism=mechanism,
+        client_learning_rate=0.1,
+        rounds_per_call=block,
+        users_per_pass=users_per_pass,
+        seed=0,
+    )
+    start = time.perf_counter()
+    jax.block_until_ready(next(run)[0])
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    for state, _ in run:
+        jax.block_until_ready(state)
+    seconds = (time.perf_counter() - start) / rounds
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return {
+        "seconds_per_round": seconds,
+        "first_call_seconds": first - block * seconds,
+        "peak_megabytes": peak / 2**20,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "device": f"{device.platform}, {device.device_kind}",
+    }
+
+
+def row_of(name: str, model: str, cohort: int, width: int, result: dict) -> str:
+    """One line of the table."""
+    if "error" in result:
+        return f"{name:28} {model:6} {cohort:6} {width:6}  {result['error']}"
+    return (
+        f"{name:28} {model:6} {cohort:6} {width:6} {1 / result['seconds_per_round']:12.3f} "
+        f"{result['first_call_seconds']:10.1f} {result['peak_megabytes']:10.0f}"
+    )
+
+
+def in_process(arguments: list[str], python: str) -> dict:
+    """Runs one measurement in a process of its own; its last line is the result."""
+    command = [python, "-m", "benchmarks.federated", *arguments]
+    root = Path(__file__).parents[1]
+    environment = dict(os.environ, PYTHONPATH=str(root))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=root, env=environment,
+            timeout=3600,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": "no result within an hour"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds_per_round"')]
+    if done.returncode or not lines:
+        tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"error": f"failed: {tail[:80]}"}
+    return json.loads(lines[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.federated", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--users", type=int, nargs="+", default=[100], help="users of a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--width", type=int, help="hidden units (small: 64, lstm: 670)")
+    parser.add_argument("--users-per-pass", type=int)
+    parser.add_argument("--scaling", action="store_true", help="several cohorts and widths")
+    parser.add_argument("--peers", action="store_true", help="also Flower and pfl-research")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with the peers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--one", choices=("ours", *PEERS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        model, cohort = arguments.models[0], arguments.users[0]
+        if arguments.one == "ours":
+            result = ours(
+                model, cohort, arguments.rounds, arguments.width, arguments.users_per_pass
+            )
+        else:
+            from benchmarks import federated_peers
+
+            result = federated_peers.measure(
+                arguments.one, model, cohort, arguments.rounds, arguments.width
+            )
+        print(json.dumps(result))
+        return
+    cases = []
+    for model in arguments.models:
+        width = arguments.width or {"small": 64, "lstm": 670}[model]
+        cases += [(model, users, width) for users in arguments.users]
+        if arguments.scaling:
+            cases += [(model, users, width) for users in (10, 30)]
+            cases += [(model, arguments.users[0], part) for part in (width // 4, width // 2)]
+    if not arguments.json:
+        print(f"{platform.machine()}, {os.cpu_count()} cores; rows per user: {ROWS}, batches of 16")
+        print(
+            f"{'method':28} {'model':6} {'users':>6} {'width':>6} {'rounds/s':>12} "
+            f"{'start, s':>10} {'peak, MB':>10}"
+        )
+    for model, cohort, width in cases:
+        methods = ["ours", *(PEERS if arguments.peers else ())]
+        for method in methods:
+            options = [
+                "--one", method, "--models", model, "--users", str(cohort),
+                "--rounds", str(arguments.rounds), "--width", str(width),
+            ]  # fmt: skip
+            if arguments.users_per_pass:
+                options += ["--users-per-pass", str(arguments.users_per_pass)]
+            python = sys.executable if method == "ours" else arguments.python
+            result = in_process(options, python)
+            if arguments.json:
+                case = {"method": method, "model": model, "users": cohort, "width": width}
+                print(json.dumps(case | result), flush=True)
+            else:
+                print(row_of(method, model, cohort, width, result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""`python -m experiments figures`: losses and accuracies against steps, and PDA-DPMD's gain over K.
+
+Draws result lines into PNG files beside them; computes no run.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from experiments.deep import results
+from experiments.deep.results import Place
+from experiments.deep.settings import ALGORITHMS, Settings
+from experiments.deep.sweep import loss
+from experiments.deep.table import DATASETS, LABELS, title_of
+from experiments.records import Record
+
+# Okabe and Ito's palette, told apart by readers with any common colour blindness.
+COLOURS = {"cold": "#0072B2", "warm": "#D55E00", "pda": "#009E73"}
+RATE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+RATE_MARKERS = "osD^vPX"
+ITERATES = {
+    "average": ("-", 1.9, "averaged iterate, ± std over seeds"),
+    "last": (":", 1.2, "last iterate"),
+}
+PARTS = ("validation", "test")
+# Rows of a figure: metric, algorithms, label. Cold DP-SGD's loss spans so much that the others need
+# a panel without it.
+ROWS = (
+    ("loss", ALGORITHMS, "loss"),
+    ("loss", ("warm", "pda"), "loss, without cold"),
+    ("accuracy", ALGORITHMS, "accuracy, %"),
+)
+
+
+def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Steps, mean and standard deviation over runs; None where no line has the curve.
+
+    Runs of one settings file have the same steps; one that was cut short is left out, and a value
+    that is not finite becomes a gap.
+    """
+    there = [line["curve"] for line in lines if name in line["curve"]]
+    if not there:
+        return None
+    steps = max((line["step"] for line in there), key=len)
+    rows = [line[name] for line in there if line["step"] == steps]
+    values = np.array(rows, float)
+    spread = values.std(axis=0, ddof=1) if len(rows) > 1 else np.zeros(len(steps))
+    return np.array(steps), values.mean(axis=0), spread
+
+
+def chosen_sweep_line(lines: Sequence[Record], settings: Settings) -> list[Record]:
+    """The sweep's run at the settings of the file, as a list of one or none."""
+    identity = settings.identity()
+    return [line for line in lines if line["kind"] == "sweep" and line["settings"] == identity][:1]
+
+
+def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
+    """The lines with the most common label: one curve never mixes data."""
+    labels = [(line["data"]["label"], line["data"]["num_private"]) for line in lines]
+    if not labels:
+        return []
+    most = max(labels, key=labels.count)
+    return [line for line, label in zip(lines, labels, strict=True) if label == most]
+
+
+def draw_training(
+    lines: Sequence[Record], algorithms: dict[str, Settings], path: Path
+) -> Path | None:
+    """Validation and test, loss and accuracy, against steps, of one data set and noise level.
+
+    Final runs of images have no validation part (all private images are trained on), so their
+    validation curve is that of the sweep's run with the same settings.
+
+    Args:
+        lines: result lines.
+        algorithms: settings by algorithm.
+        path: of the PNG.
+
+    Returns:
+        The path, or None where no line has anything to draw.
+    """
+    figure = Figure(figsize=(10.5, 10.2), layout="constrained")
+    panels = figure.subplots(len(ROWS), len(PARTS), sharex=True)
+    drawn: list[Record] = []
+    for column, part in enumerate(PARTS):
+        kinds = set()
+        for algorithm in (name for name in ALGORITHMS if name in algorithms):
+            settings = algorithms[algorithm]
+            own = _of_one_data_set(results.final_lines(lines, settings))
+            kind = "final runs"
+            if part == "validation" and not any("last_validation_loss" in r["curve"] for r in own):
+                own, kind = chosen_sweep_line(lines, settings), "run of the sweep"
+            if any(f"last_{part}_loss" in line["curve"] for line in own):
+                drawn += own
+                kinds.add((kind, len(own)))
+            for row, (metric, shown, _) in enumerate(ROWS):
+                if algorithm in shown:
+                    _draw_curves(panels[row, column], own, part, metric, algorithm)
+        if not kinds:
+            for row in range(len(ROWS)):
+                panels[row, column].text(0.5, 0.5, "no run yet", ha="center", va="center",
+                                         transform=panels[row, column].transAxes)  # fmt: skip
+                panels[row, column].set_yticks([])
+        said = ", ".join(f"{kind}, {n} seed{'s' * (n > 1)}" for kind, n in sorted(kinds))
+        panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)
+    if not drawn:
+        return None
+    for row, (_, _, label) in enumerate(ROWS):
+        for axes in panels[row]:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+            axes.set_ylabel(label)
+    for axes in panels[-1]:
+        axes.set_xlabel("steps")
+    there = {line["settings"]["algorithm"] for line in drawn}
+    handles = [
+        Line2D([], [], color=COLOURS[name], lw=2.4,
+               label=LABELS[name] + ("" if name in there else " (no run yet)"))
+        for name in algorithms
+    ]  # fmt: skip
+    handles += [
+        Line2D([], [], color="#555555", ls=style, lw=width, label=label)
+        for style, width, label in ITERATES.values()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    what = title_of(next(iter(algorithms.values()))) + _epsilon(drawn)
+    figure.suptitle(_title(what, drawn), fontweight="bold")
+    return _save(figure, path)
+
+
+def _draw_curves(
+    axes: Axes, lines: Sequence[Record], part: str, metric: str, algorithm: str
+) -> None:
+    scale = 100.0 if metric == "accuracy" else 1.0
+    for iterate, (style, width, _) in ITERATES.items():
+        found = curve(lines, f"{iterate}_{part}_{metric}")
+        if found is None:
+            continue
+        steps, mean, spread = found
+        axes.plot(steps, scale * mean, color=COLOURS[algorithm], ls=style, lw=width)
+        if iterate == "average":
+            axes.fill_between(
+                steps, scale * (mean - spread), scale * (mean + spread),
+                color=COLOURS[algorithm], alpha=0.2, lw=0,
+            )  # fmt: skip
+
+
+def _epsilon(lines: Sequence[Record]) -> str:
+    """ε of the final runs; that of a sweep is for fewer examples."""
+    found = {
+        f", ε = {line['privacy']['epsilon_pld']:.3g} (PLD, δ = {line['privacy']['delta']:g})"
+        for line in lines
+        if line["kind"] == "final"
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _title(what: str, lines: Sequence[Record]) -> str:
+    """What is drawn, and on which data where they are not the published ones."""
+    labels = sorted({line["data"]["label"] for line in lines if not line["data"]["is_complete"]})
+    return "\n".join([what, *labels])
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No matter when a drawing is interrupted, the file is the old one or the new one.
+    partial = path.with_suffix(".part.png")
+    # Without the version of matplotlib the same lines give the same file.
+    figure.savefig(partial, dpi=130, metadata={"Software": None})
+    os.replace(partial, path)
+    return path
+
+
+def gain_over_warm(
+    lines: Sequence[Record], pda: Settings, warm: Settings
+) -> dict[float, dict[float, tuple[float, bool]]]:
+    """By learning rate and K: validation loss of warm minus PDA-DPMD's, and if both began alike."""
+    baseline = {
+        line["settings"]["learning_rate"]: line for line in results.sweep_lines(lines, warm)
+    }
+    found: dict[float, dict[float, tuple[float, bool]]] = {}
+    for line in results.sweep_lines(lines, pda):
+        rate, decay = line["settings"]["learning_rate"], line["settings"]["decay"]
+        other = baseline.get(rate)
+        if other is not None and math.isfinite(gain := loss(other) - loss(line)):
+            found.setdefault(rate, {})[decay] = gain, results.same_start(line, other)
+    return found
+
+
+def draw_decay(
+    lines: Sequence[Record], pairs: Sequence[tuple[Settings, Settings]], path: Path
+) -> Path | None:
+    """The gain of PDA-DPMD over warm DP-SGD against K, one panel per pair of settings."""
+    gains = [(pda, gain_over_warm(lines, pda, warm)) for pda, warm in pairs]
+    gains = [(pda, found) for pda, found in gains if found]
+    if not gains:
+        return None
+    columns = 2
+    rows = math.ceil(len(gains) / columns)
+    figure = Figure(figsize=(5.0 * columns, 3.9 * rows + 0.5), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for spare in panels[len(gains) :]:
+        spare.remove()
+    used: list[Record] = []
+    for axes, (pda, found) in zip(panels, gains, strict=False):
+        used += results.sweep_lines(lines, pda)
+        for number, (rate, by_decay) in enumerate(sorted(found.items())):
+            decays = sorted(by_decay)
+            colour = RATE_COLOURS[number % len(RATE_COLOURS)]
+            marker = RATE_MARKERS[number % len(RATE_MARKERS)]
+            values = [by_decay[decay][0] for decay in decays]
+            axes.plot(decays, values, color=colour, lw=1.7)
+            for decay in decays:
+                gain, same = by_decay[decay]
+                axes.plot(decay, gain, marker, color=colour, mfc=colour if same else "white", ms=6)
+            starts = {same for _, same in by_decay.values()}
+            label = f"η = {rate:g}" + ("" if starts == {True} else " (hollow: another warm start)")
+            axes.plot([], [], color=colour, lw=1.7, marker=marker, ms=6,
+                      mfc=colour if True in starts else "white", label=label)  # fmt: skip
+        if (chosen := found.get(pda.learning_rate, {}).get(pda.decay)) is not None:
+            axes.plot(
+                pda.decay, chosen[0], "o", ms=15, mfc="none", mec="#000000", mew=1.3, ls="",
+                label="in the settings file",
+            )  # fmt: skip
+        axes.axhline(0, color="#7f7f7f", lw=1, ls="--", label="warm DP-SGD, same η")
+        axes.set_xscale("log")
+        ticks = sorted({decay for by_decay in found.values() for decay in by_decay})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.margins(x=0.08, y=0.12)
+        axes.set(xlabel=f"K, {pda.decay_unit}", ylabel="loss of warm − loss of PDA-DPMD")
+        axes.set_title(title_of(pda), fontsize=10.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=9)
+    what = "Validation loss gained by PDA-DPMD over warm DP-SGD, one seed (up is better)"
+    figure.suptitle(_title(what, used), fontweight="bold", fontsize=11)
+    return _save(figure, path)
+
+
+def draw_all(
+    lines: Sequence[Record], settings: dict[str, Settings], folder: Path
+) -> list[tuple[str, Path]]:
+    """Draw everything that lines allow; returns what each figure shows and where it is."""
+    drawn: list[tuple[str, Path | None]] = []
+    groups: dict[tuple[str, str, str], dict[str, Settings]] = {}
+    pairs: dict[str, list[tuple[Settings, Settings]]] = {}
+    for name, own in settings.items():
+        place = Place.of(name)
+        if place is None:
+            continue
+        if not place.variant:
+            key = place.dataset, place.family, place.level
+            groups.setdefault(key, {})[place.algorithm] = own
+        warm = settings.get(own.sweep.rate_from or "")
+        if place.algorithm == "pda" and place.variant in ("", "steps") and warm is not None:
+            pairs.setdefault(place.dataset, []).append((own, warm))
+    for (dataset, family, level), algorithms in groups.items():
+        ordered = {name: algorithms[name] for name in ALGORITHMS if name in algorithms}
+        stem = "-".join(part for part in (dataset, family, level) if part)
+        what = f"{title_of(next(iter(ordered.values())))}: loss and accuracy against steps"
+        drawn.append((what, draw_training(lines, ordered, folder / f"{stem}.png")))
+    for dataset, found in pairs.items():
+        what = f"{DATASETS.get(dataset, dataset)}: PDA-DPMD's gain over warm DP-SGD against K"
+        drawn.append((what, draw_decay(lines, found, folder / f"{dataset}-K.png")))
+    return [(what, path) for what, path in drawn if path is not None]
+
+
+def links(drawn: Sequence[tuple[str, Path]], below: Path) -> str:
+    """Markdown that shows the figures in a file of the folder `below`."""
+    if not drawn:
+        return "No run yet."
+    return "\n\n".join(
+        f"![{what}]({Path(os.path.relpath(path, below)).as_posix()})" for what, path in drawn
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the figures."""
+    parser = argparse.ArgumentParser(prog="python -m experiments figures", description=__doc__)
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
+    parser.add_argument("--out", type=Path, help="folder of the PNG files (that of the results)")
+    arguments = parser.parse_args(argv)
+    lines, problems = results.collect(arguments.results)
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    drawn = draw_all(lines, results.configurations(), arguments.out or arguments.results)
+    for what, path in drawn:
+        print(f"{path.name}: {what}")
+    if not drawn:
+        print("no result line with a curve; nothing to draw.")
+    return 0

@@ -1,0 +1,652 @@
+"""`python -m experiments table`: the paper's Table 2 beside our result lines; computes no run.
+
+Prints Markdown. `--readme` writes it between the markers of `experiments/README.md` and draws the
+figures anew: one command after new results.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.deep import paper, results
+from experiments.deep.results import Place
+from experiments.deep.settings import ALGORITHMS, Settings
+from experiments.deep.sweep import sweep_of
+from experiments.deep.training import alpha
+from experiments.records import Record
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- deep {name}: begin -->", "<!-- deep {name}: end -->"
+DATASETS = {"cifar10": "CIFAR-10", "emnist": "EMNIST", "wikitext2": "WikiText-2"}
+LABELS = {"cold": "cold DP-SGD", "warm": "warm DP-SGD", "pda": "PDA-DPMD"}
+NONE, MISSING = "–", "*missing*"
+OURS = ("ours: ε RDP / PLD (δ)", "accuracy, last", "loss, last", "accuracy, averaged",
+        "loss, averaged", "seeds", "η", "K", "data")  # fmt: skip
+UNCHARGED = (
+    "**Tuning is not charged to the privacy budget**, as in the paper: ε is that of one final run. "
+    "What was searched stands below."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Result lines and settings files, as every table needs them."""
+
+    lines: Sequence[Record]
+    settings: dict[str, Settings]
+
+    def places(self, *, family: str = "", variants: bool = False) -> list[tuple[Place, Settings]]:
+        """Settings of a family in the order of the tables: data set, noise, algorithm."""
+        found = [
+            (place, settings)
+            for name, settings in self.settings.items()
+            if (place := Place.of(name)) is not None
+            and place.family == family
+            and bool(place.variant) == variants
+        ]
+        return sorted(found, key=lambda item: _order(item[0]))
+
+    def final(self, settings: Settings) -> list[Record]:
+        """The final runs of settings."""
+        return results.final_lines(self.lines, settings)
+
+
+def _order(place: Place) -> tuple:
+    kind, value = place.level[0], float(place.level[1:])
+    # Little noise first: a small σ, a large ε.
+    noise = value if kind == "s" else -value
+    algorithm = ALGORITHMS.index(place.algorithm)
+    return place.dataset, place.family, kind != "s", noise, algorithm, place.variant
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation (n − 1) over seeds; None for the latter with one seed."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return statistics.fmean(values), spread
+
+
+def over_seeds(values: Sequence[float | None], digits: int, *, sign: str = "") -> str:
+    """`mean ± std`; says so where there is no run, or where one diverged."""
+    if not values:
+        return MISSING
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return f"{len(values) - len(finite)} of {len(values)} diverged"
+    mean, spread = mean_and_std(finite)
+    return f"{mean:{sign}.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+
+
+def _metric(lines: Sequence[Record], name: str) -> str:
+    values = [line["final"].get(name) for line in lines]
+    if name.endswith("accuracy"):
+        return over_seeds([None if value is None else 100 * value for value in values], 2)
+    return over_seeds(values, 4)
+
+
+def _by_data(lines: Sequence[Record]) -> list[list[Record]]:
+    """Lines of one label each: runs on other data are never averaged; one empty list for none."""
+    groups: dict[Any, list[Record]] = {}
+    for line in lines:
+        data = line["data"]
+        groups.setdefault((data["label"], data["num_private"]), []).append(line)
+    return list(groups.values()) or [[]]
+
+
+def _ours(lines: Sequence[Record], settings: Settings) -> list[str]:
+    """The cells under `OURS`: everything in them belongs to our own run."""
+    metrics = [
+        _metric(lines, f"{iterate}_test_{name}")
+        for iterate in ("last", "average")
+        for name in ("accuracy", "loss")
+    ]
+    there = {line["seed"] for line in lines}
+    complete = there >= set(settings.seeds)
+    wanted = len(there | set(settings.seeds))
+    return [
+        _epsilon(lines),
+        *metrics,
+        str(len(there)) if complete else f"{len(there)} of {wanted}",
+        f"{settings.learning_rate:g}",
+        NONE if settings.decay is None else f"{settings.decay:g} {settings.decay_unit}",
+        _data(lines),
+    ]
+
+
+def _epsilon(lines: Sequence[Record]) -> str:
+    if not lines:
+        return NONE
+    privacy = lines[0]["privacy"]
+    return (
+        f"{privacy['epsilon_rdp']:.3f} / {privacy['epsilon_pld']:.3f} ({_power(privacy['delta'])})"
+    )
+
+
+def _power(delta: float) -> str:
+    return f"{delta:.0e}".replace("e-0", "e-")
+
+
+def _data(lines: Sequence[Record]) -> str:
+    if not lines:
+        return NONE
+    data = lines[0]["data"]
+    return "complete" if data["is_complete"] else f"**{data['label']}**"
+
+
+def _has_incomplete(lines: Iterable[Record], dataset: str) -> bool:
+    return any(
+        line["settings"]["dataset"] == dataset and not line["data"]["is_complete"] for line in lines
+    )
+
+
+def _cell(cell: paper.Cell | None) -> str:
+    if cell is None:
+        return NONE
+    return f"{cell.loss:.4f}" if cell.accuracy is None else f"{cell.accuracy:.2f} / {cell.loss:.4f}"
+
+
+def table2(found: Found) -> str:
+    """Every cell of the paper's Table 2 beside ours."""
+    used: list[Record] = []
+    parts = [
+        "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper's "
+        "numbers are means over 3 runs, without deviations; its ε is by RDP and stands beside its "
+        "own numbers only. " + UNCHARGED
+    ]
+    for dataset, title in DATASETS.items():
+        # The paper's ε belongs to its number of examples, not to a sample's result.
+        quote = not _has_incomplete(found.lines, dataset)
+        heads = ["σ", "algorithm", *(["paper: ε (δ)"] if quote else []), "paper", *OURS]
+        rows = []
+        for setting in (s for s in paper.SETTINGS if s.dataset == dataset and not s.other_text):
+            sigma = setting.noise_multiplier
+            for algorithm in ALGORITHMS:
+                cell = paper.CELLS[dataset, sigma, algorithm]
+                quoted = [f"{setting.epsilon:g} ({_power(setting.delta)})"] if quote else []
+                left = [f"{sigma:g}", LABELS[algorithm], *quoted, _cell(cell)]
+                settings = found.settings.get(f"{dataset}/{algorithm}-s{sigma:g}")
+                if settings is None:
+                    rows.append([*left, MISSING + " settings", *[NONE] * (len(OURS) - 1)])
+                    continue
+                for lines in _by_data(found.final(settings)):
+                    rows.append([*left, *_ours(lines, settings)])
+                    used += lines
+        parts += [f"**{title}**", markdown(heads, rows)]
+    return "\n\n".join([*parts, *_what_epsilon_means(used)])
+
+
+def _what_epsilon_means(lines: Sequence[Record]) -> list[str]:
+    """What design rule 10 asks for beside an ε, and what the guarantee does not cover."""
+    if not lines:
+        return []
+    meanings = {(line["privacy"].get("adjacency"), line["privacy"].get("unit")) for line in lines}
+    said = "; ".join(f"{adjacency} adjacency, unit: {unit}" for adjacency, unit in meanings)
+    notes = [f"ε: Poisson sampling, {said}."]
+    uncovered = sorted(
+        {(line["data"]["label"], note) for line in lines for note in line["data"]["not_covered"]}
+    )
+    if uncovered:
+        listed = [f"- {label}: {note}" for label, note in uncovered]
+        notes.append("\n".join(["Not covered by the guarantee:", "", *listed]))
+    return notes
+
+
+def gains(found: Found) -> str:
+    """Whether PDA-DPMD is below warm and warm below cold, by differences of the same seeds."""
+    rows = []
+    for family in ("", "public-vocabulary", "other-text"):
+        places = found.places(family=family)
+        levels = dict.fromkeys((place.dataset, place.level) for place, _ in places)
+        for dataset, level in levels:
+            own = {p.algorithm: s for p, s in places if (p.dataset, p.level) == (dataset, level)}
+            for worse, better in (("cold", "warm"), ("warm", "pda")):
+                if worse in own and better in own:
+                    rows += _gain_rows(found, own[worse], own[better], family)
+    head = ["run", "difference in test loss", "paper", "ours, last", "ours, averaged", "pairs",
+            "same start", "data"]  # fmt: skip
+    return (
+        "Test loss of the first minus that of the second, by seed; positive: the second is better. "
+        "Where a pair did not begin at the same warm start (another process on a GPU), the "
+        "difference is also one of starts.\n\n" + markdown(head, rows)
+    )
+
+
+def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> list[list[str]]:
+    theirs = [
+        paper.CELLS.get((s.dataset, s.noise_multiplier or 0.0, s.algorithm))
+        for s in (worse, better)
+    ]
+    quoted = NONE
+    if family != "public-vocabulary" and theirs[0] and theirs[1]:
+        quoted = f"{theirs[0].loss - theirs[1].loss:+.4f}"
+    first = {_run_key(line): line for line in found.final(worse)}
+    second = found.final(better)
+    pairs = [(first[key], line) for line in second if (key := _run_key(line)) in first]
+    rows = []
+    for lines in _by_data([line for _, line in pairs]):
+        matched = [pair for pair in pairs if any(pair[1] is line for line in lines)]
+        cells = []
+        for iterate in ("last", "average"):
+            values = [
+                [line["final"].get(f"{iterate}_test_loss") for line in pair] for pair in matched
+            ]
+            differences = [None if None in pair else pair[0] - pair[1] for pair in values]
+            cells.append(over_seeds(differences, 4, sign="+"))
+        rows.append(
+            [
+                title_of(worse),
+                f"{worse.algorithm} − {better.algorithm}",
+                quoted,
+                *cells,
+                str(len(matched)),
+                _starts(matched),
+                _data(lines),
+            ]
+        )
+    return rows
+
+
+def _starts(pairs: Sequence[tuple[Record, Record]]) -> str:
+    """In how many pairs both runs began at the same warm start; nothing to say about cold ones."""
+    if not pairs or pairs[0][0]["settings"]["algorithm"] == "cold":
+        return NONE
+    same = sum(results.same_start(*pair) for pair in pairs)
+    return "all" if same == len(pairs) else f"{same} of {len(pairs)}"
+
+
+def _run_key(line: Record) -> tuple:
+    return line["seed"], line["data"]["label"], line["data"]["num_private"]
+
+
+def title_of(settings: Settings) -> str:
+    """Data set and noise of settings, in words that quote no ε of the paper."""
+    parts = [DATASETS.get(settings.dataset, settings.dataset)]
+    if settings.vocabulary == "public":
+        parts.append("public vocabulary")
+    if settings.public_text == "other":
+        parts.append("other public text")
+    if settings.noise_multiplier is not None:
+        parts.append(f"σ = {settings.noise_multiplier:g}")
+    else:
+        parts.append(f"σ for ε = {settings.target_epsilon:g} (PLD)")
+    return ", ".join(parts)
+
+
+def _further(
+    found: Found, chosen: Iterable[tuple[Place, Settings]], **columns: Callable[..., str]
+) -> str:
+    """Rows of ours, without the paper's, with further columns before them."""
+    rows = []
+    for _, settings in chosen:
+        for lines in _by_data(found.final(settings)):
+            extra = [column(settings, lines) for column in columns.values()]
+            rows.append(
+                [title_of(settings), LABELS[settings.algorithm], *extra, *_ours(lines, settings)]
+            )
+    heads = [name.replace("_", " ") for name in columns]
+    return markdown(["run", "algorithm", *heads, *OURS], rows)
+
+
+def calibrated(found: Found) -> str:
+    """Runs whose σ follows from ε."""
+    chosen = [item for item in found.places() if item[1].target_epsilon is not None]
+    return (
+        "σ is calibrated so that our run, on the examples we have, has the ε that is named in the "
+        "first column. What the paper has at this ε comes from more data.\n\n"
+        + _further(found, chosen, σ=_sigma)
+    )
+
+
+def _sigma(settings: Settings, lines: Sequence[Record]) -> str:
+    return f"{lines[0]['privacy']['noise_multiplier']:.4g}" if lines else NONE
+
+
+def reading_of_k(found: Found) -> str:
+    """K in epochs against K in steps."""
+    chosen = [
+        item
+        for item in found.places() + found.places(variants=True)
+        if item[1].algorithm == "pda"
+        and item[0].variant in ("", "steps")
+        and f"{item[0].dataset}/pda-{item[0].level}-steps" in found.settings
+    ]
+    chosen.sort(key=lambda item: _order(item[0]))
+
+    def paper_cell(settings: Settings, lines: Sequence[Record]) -> str:
+        return _cell(paper.CELLS.get((settings.dataset, settings.noise_multiplier or 0.0, "pda")))
+
+    def last_alpha(settings: Settings, lines: Sequence[Record]) -> str:
+        if not lines:
+            return NONE
+        step = lines[0]["privacy"]["num_steps"] - 1
+        return f"{float(alpha(settings, lines[0]['data']['num_private'])(step)):.3f}"
+
+    return (
+        "α = cos(πt / 2K) with t in epochs or in steps, at the best K of either sweep. Where α is "
+        "0 no private data are read; ε counts all steps and is an upper bound then.\n\n"
+        + _further(found, chosen, paper=paper_cell, α_at_the_last_step=last_alpha)
+    )
+
+
+def ablations(found: Found) -> str:
+    """Runs that differ from the table's in one setting."""
+    variants = [item for item in found.places(variants=True) if item[0].variant != "steps"]
+    bases = {dataclasses.replace(place, variant="") for place, _ in variants}
+    chosen = [item for item in found.places() if item[0] in bases] + variants
+    chosen.sort(key=lambda item: _order(item[0]))
+    own = {place: settings for place, settings in chosen}
+
+    def what(settings: Settings, lines: Sequence[Record]) -> str:
+        place = Place.of(settings.name)
+        if place is None or not place.variant:
+            return "as in the table"
+        base = own.get(dataclasses.replace(place, variant=""))
+        return NONE if base is None else _difference(base, settings)
+
+    return _further(found, chosen, what_differs=what)
+
+
+def _difference(base: Settings, other: Settings) -> str:
+    """In words, where two settings differ apart from what was searched."""
+    one, two = base.identity(), other.identity()
+    words = {
+        ("scale_noise", False): "noise not scaled by α",
+        ("noisy_clip_norm", 0.0): "no second clip",
+        ("augment_public", False): "public images not augmented",
+        ("augment_public", True): "public images augmented",
+    }
+    found = []
+    for key, value in two.items():
+        if key in ("learning_rate", "decay") or one.get(key) == value:
+            continue
+        if isinstance(value, dict):
+            inner = {k: v for k, v in value.items() if one.get(key, {}).get(k) != v}
+            found += [f"{key}.{k} = {v}" for k, v in inner.items()]
+        else:
+            found.append(words.get((key, value), f"{key} = {value}"))
+    return ", ".join(found) or "nothing"
+
+
+def public_vocabulary(found: Found) -> str:
+    """WikiText-2 with a vocabulary that is covered by the guarantee; no number of the paper."""
+
+    def unknown(settings: Settings, lines: Sequence[Record]) -> str:
+        rate = lines[0]["data"].get("unknown_rate", {}).get("test") if lines else None
+        return NONE if rate is None else f"{100 * rate:.1f}%"
+
+    return (
+        "An unknown word is easy to predict: these losses are comparable with each other and with "
+        "nothing above.\n\n"
+        + _further(
+            found, found.places(family="public-vocabulary"), unknown_words_of_the_test_text=unknown
+        )
+    )
+
+
+def other_text(found: Found) -> str:
+    """WikiText-2 with other public text, beside the paper's and Asi et al.'s quoted values."""
+    quote = not _has_incomplete(
+        (line for line in found.lines if line["settings"].get("public_text") == "other"),
+        "wikitext2",
+    )
+    rows = []
+    for place, settings in found.places(family="other-text"):
+        sigma = settings.noise_multiplier or 0.0
+        setting = next(
+            (s for s in paper.SETTINGS if s.other_text and s.noise_multiplier == sigma), None
+        )
+        cell = paper.CELLS.get(("wikitext2", sigma, place.algorithm))
+        asi = {"cold": paper.ASI_COLD, "warm": paper.ASI_LARGE_AUX}.get(place.algorithm)
+        quoted = NONE if setting is None or asi is None else f"{asi[setting.epsilon]:.4f}"
+        epsilon = [NONE if setting is None else f"{setting.epsilon:g}"] if quote else []
+        left = [f"{sigma:g}", LABELS[place.algorithm], *epsilon, _cell(cell), quoted]
+        for lines in _by_data(found.final(settings)):
+            rows.append([*left, *_ours(lines, settings)])
+    heads = ["σ", "algorithm", *(["paper: ε"] if quote else []), "paper: loss",
+             "Asi et al. (cold / LargeAux): loss", *OURS]  # fmt: skip
+    return (
+        "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
+        "in a plot only.\n\n" + markdown(heads, rows)
+    )
+
+
+class _Untried(Exception):
+    """A sweep asks for a run that has no line yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay:
+    """A session of `sweep` that knows finished lines only."""
+
+    found: Sequence[Record]
+
+    def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[Record]:
+        chosen = []
+        for settings, seed in points:
+            identity = settings.identity()
+            matching = [
+                line
+                for line in self.found
+                if (line["kind"], line["seed"], line["settings"]) == (kind, seed, identity)
+            ]
+            if not matching:
+                raise _Untried
+            chosen.append(matching[0])
+        return chosen
+
+
+def _state_of_sweep(found: Found, settings: Settings) -> str:
+    try:
+        best = sweep_of(settings, _Replay(found.lines))
+    except _Untried:
+        return "not finished"
+    wanted = ", ".join(f"{_symbol(key)} = {value:g}" for key, value in best.items())
+    if all(getattr(settings, key) == value for key, value in best.items()):
+        return "finished"
+    return f"finished with {wanted}, which is not in the settings file"
+
+
+def _symbol(name: str) -> str:
+    return {"learning_rate": "η", "decay": "K"}[name]
+
+
+def searched(found: Found) -> str:
+    """What each sweep tried."""
+    rows, untouched = [], []
+    for name, settings in found.settings.items():
+        lines = results.sweep_lines(found.lines, settings)
+        if not lines:
+            untouched.append(f"`{name}`")
+            continue
+        for group in _by_data(lines):
+            by_rate: dict[float, list[str]] = {}
+            for line in group:
+                by_rate.setdefault(line["settings"]["learning_rate"], []).append(
+                    _tried(line, settings)
+                )
+            tried = "; ".join(f"η = {rate:g}: " + ", ".join(t) for rate, t in by_rate.items())
+            rows.append([f"`{name}`", tried, _state_of_sweep(found, settings), _data(group)])
+    text = (
+        "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
+        "(images: private examples held out; text: the official validation split); bold: what the "
+        "settings file has now. Choices by these scores, and the warm start's settings, are **not "
+        "charged**.\n\n" + markdown(["settings", "tried", "search", "data"], rows)
+    )
+    if untouched:
+        text += "\n\nNo line of a sweep yet: " + ", ".join(untouched) + "."
+    return text
+
+
+def _tried(line: Record, settings: Settings) -> str:
+    values = line["settings"]
+    text = f"K = {values['decay']:g}: " if values.get("decay") is not None else ""
+    accuracy = line["final"].get("average_validation_accuracy")
+    loss = line["final"].get("average_validation_loss")
+    if loss is None or accuracy is None:
+        text += "diverged"
+    else:
+        text += f"{100 * accuracy:.2f} / {loss:.4f}"
+    chosen = values["learning_rate"] == settings.learning_rate
+    chosen = chosen and values.get("decay") == settings.decay
+    return f"**{text}**" if chosen else text
+
+
+def cost(found: Found) -> str:
+    """Seconds per run and in all, by machine."""
+    main = {
+        id(line): place.dataset
+        for place, settings in found.places()
+        if settings.noise_multiplier is not None
+        for line in found.final(settings)
+    }
+    sorts: dict[tuple[str, str], list[float]] = {}
+    for line in found.lines:
+        machine = line["made_by"]["machine"]
+        where = f"{machine.get('device', 'unknown')}, {machine.get('cores', '?')} cores"
+        dataset = line["settings"]["dataset"]
+        if id(line) in main:
+            names = [f"Table 2: {DATASETS.get(dataset, dataset)}", "Table 2: all of it"]
+        elif line["kind"] == "final":
+            names = [f"other final runs: {DATASETS.get(dataset, dataset)}"]
+        else:
+            names = [f"sweeps: {DATASETS.get(dataset, dataset)}"]
+        for name in [*names, "everything"]:
+            sorts.setdefault((where, name), []).append(float(line["seconds"]))
+    wanted = sum(
+        len(settings.seeds)
+        for _, settings in found.places()
+        if settings.noise_multiplier is not None
+    )
+    order = [
+        "Table 2: C",
+        "Table 2: E",
+        "Table 2: W",
+        "Table 2: a",
+        "other",
+        "sweeps",
+        "everything",
+    ]
+    rank = {key: next(i for i, o in enumerate(order) if key[1].startswith(o)) for key in sorts}
+    rows = [
+        [where, name, f"{len(seconds)}", f"{statistics.median(seconds):.0f}", f"{sum(seconds):.0f}"]
+        for (where, name), seconds in sorted(
+            sorts.items(), key=lambda item: (item[0][0], rank[item[0]], item[0][1])
+        )
+    ]
+    packages = sorted(
+        {
+            f"{name} {version}"
+            for line in found.lines
+            for name, version in line["made_by"].get("packages", {}).items()
+            if version
+        }
+    )
+    return (
+        "Wall-clock seconds with compilation and warm start; runs that train together share theirs "
+        f"equally. The whole Table 2 has {wanted} final runs.\n\n"
+        + markdown(["machine", "what", "runs", "median of a run, s", "in all, s"], rows)
+        + ("\n\nMade with " + ", ".join(packages) + "." if packages else "")
+    )
+
+
+def unusable(found: Found, problems: Sequence[str]) -> str:
+    """Damaged lines, and lines that no table shows."""
+    notes = list(problems)
+    shown = {id(line) for s in found.settings.values() for line in found.final(s)}
+    shown |= {
+        id(line) for s in found.settings.values() for line in results.sweep_lines(found.lines, s)
+    }
+    stale: dict[str, int] = {}
+    for line in found.lines:
+        if id(line) not in shown:
+            key = f"{line['kind']} lines of {line['config']}"
+            stale[key] = stale.get(key, 0) + 1
+    notes += [
+        f"{count} {key} have other settings than any settings file now; no table shows them."
+        for key, count in stale.items()
+    ]
+    notes += [
+        f"{name} is not named DATASET/[FAMILY-]ALGORITHM-LEVEL[-VARIANT]; no table shows it."
+        for name in found.settings
+        if Place.of(name) is None
+    ]
+    return "\n".join(f"- {note}" for note in notes) if notes else "None."
+
+
+def blocks(
+    lines: Sequence[Record], settings: dict[str, Settings], problems: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Title and Markdown of every table, by the name in its markers."""
+    found = Found(lines, settings)
+    return {
+        "table2": ("The paper's Table 2 beside ours", table2(found)),
+        "gains": ("Cold against warm against PDA-DPMD", gains(found)),
+        "calibrated": ("EMNIST with σ calibrated on the sample", calibrated(found)),
+        "k": ("The unit of K", reading_of_k(found)),
+        "ablations": ("Ablations", ablations(found)),
+        "other-text": ("WikiText-2 with other public text", other_text(found)),
+        "public-vocabulary": (
+            "WikiText-2 with a vocabulary from public text",
+            public_vocabulary(found),
+        ),
+        "searched": ("What was searched", searched(found)),
+        "cost": ("Cost", cost(found)),
+        "unusable": ("Lines that no table shows", unusable(found, problems)),
+    }
+
+
+def replace_block(text: str, name: str, content: str) -> str:
+    """Put `content` between the markers of block `name`."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"expected the markers {begin!r} and {end!r} once each; add them.")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, or refresh them in the README."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
+    parser.add_argument(
+        "--readme", type=Path, nargs="?", const=README, metavar="FILE",
+        help="rewrite the marked blocks of this file (experiments/README.md) and draw the figures",
+    )  # fmt: skip
+    parser.add_argument("--no-figures", action="store_true", help="with --readme: tables only")
+    arguments = parser.parse_args(argv)
+    lines, problems = results.collect(arguments.results)
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    configurations = results.configurations()
+    tables = blocks(lines, configurations, problems)
+    if arguments.readme is None:
+        print("\n\n".join(f"## {title}\n\n{text}" for title, text in tables.values()))
+        return 0
+    contents = {name: text for name, (_, text) in tables.items()}
+    if not arguments.no_figures:
+        from experiments.deep import figures
+
+        drawn = figures.draw_all(lines, configurations, arguments.results)
+        contents["figures"] = figures.links(drawn, arguments.readme.parent)
+    text = arguments.readme.read_text(encoding="utf-8")
+    try:
+        for name, content in contents.items():
+            text = replace_block(text, name, content)
+    except ValueError as error:
+        print(f"error: {arguments.readme.name}: {error}", file=sys.stderr)
+        return 2
+    arguments.readme.write_text(text, encoding="utf-8")
+    return 0

@@ -1,0 +1,481 @@
+"""`python -m experiments stackoverflow`: what to run, in which order, and the command line.
+
+Stages, each from what the one before it found:
+
+    rates   warm start; server rate, client rate and clip norm on the paper's grid, few rounds
+    alpha   PDA-DPMD at these; i of alpha_t = cos(pi t / (i T)), few rounds
+    final   cold, warm and PDA-DPMD over all rounds, several seeds: table and figure
+    check   noise multiplier 0.4 as in the paper, a few rounds: the mechanics, not a result
+
+Settings are chosen by the perplexity of held-out private users, which the guarantee does not
+cover, and never by test users. A finished run is one line; a run that time cuts short leaves its
+state in a file and goes on from there in the next call.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mirrordp
+from experiments import models, records
+from experiments.stackoverflow import report
+from experiments.stackoverflow.data import (
+    NUM_PUBLIC_USERS,
+    NUM_SPECIAL,
+    PAD,
+    SEQUENCE_LENGTH,
+    VOCABULARY_SIZE,
+    Prepared,
+    prepare,
+)
+from mirrordp import Mechanism, PoissonSampling, federated, schedules
+from mirrordp.training import randomness
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results" / "stackoverflow"
+PACKAGES = ("mirrordp", "jax", "jaxlib", "numpy", "optax", "jax-privacy", "dp-accounting")
+COLD, WARM, PDA = "cold", "warm", "pda"
+EPSILON, DELTA, PAPER_NOISE = 8.32, 1e-6, 0.4
+USERS_PER_ROUND, CLIENT_BATCH = 100, 16
+SERVER_RATES, CLIENT_RATES, CLIPS = (0.5, 1.0, 3.0), (0.1, 0.2, 0.5), (0.3, 1.0)
+DIVISORS = (2, 3, 4, 5, 8)
+ROUNDS_PER_CALL = 5
+clock = time.monotonic
+
+
+class OutOfTime(Exception):
+    """The time of this call is used up; what was begun is on disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run. Equal jobs are the same line."""
+
+    stage: str
+    method: str
+    seed: int
+    rounds: int
+    server_rate: float
+    client_rate: float
+    clip: float
+    divisor: int | None = None
+    noise_multiplier: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What all runs of a call share."""
+
+    prepared: Prepared
+    network: models.Network
+    size: dict[str, int]
+    public_per_round: int | None
+    deadline: float
+    out: Path
+
+    @property
+    def key(self) -> str:
+        """Identifies the settings that every line shares."""
+        shared = {"facts": self.prepared.facts, "size": self.size, "users": USERS_PER_ROUND}
+        return records.fingerprint(shared | {"public_per_round": self.public_per_round})
+
+
+def mechanism(task: Task, rounds: int, noise_multiplier: float) -> Mechanism:
+    """Poisson sampling of users, 100 expected; in units of the clip norm."""
+    users = min(USERS_PER_ROUND, len(task.prepared.private))
+    return Mechanism(
+        sampling=PoissonSampling.for_batch_size(users, num_examples=len(task.prepared.private)),
+        l2_clip_norm=1.0,
+        noise_multiplier=noise_multiplier,
+        num_steps=rounds,
+        unit="user",
+    )
+
+
+def calibrated(task: Task, rounds: int) -> float:
+    """The noise multiplier that gives ε = 8.32 after `rounds` rounds over the private users."""
+    template = mechanism(task, rounds, 1.0)
+    found = Mechanism.calibrate(
+        epsilon=EPSILON,
+        delta=DELTA,
+        sampling=template.sampling,
+        num_steps=rounds,
+        l2_clip_norm=1.0,
+        unit="user",
+    )
+    return found.noise_multiplier
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _totals(network: models.Network, params, rows: jax.Array) -> jax.Array:
+    """Sums over targets: right words, words, their loss; loss and number of all but padding."""
+
+    def one(row):
+        logits, targets = network.predict(params, row[:-1]), row[1:]
+        losses = jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(
+            logits, targets[:, None], axis=1
+        ).squeeze(1)
+        is_word, is_real = targets >= NUM_SPECIAL, targets != PAD
+        right = is_word & (jnp.argmax(logits, axis=1) == targets)
+        return jnp.stack(
+            [right.sum(), is_word.sum(), (losses * is_word).sum(), (losses * is_real).sum(),
+             is_real.sum()]
+        )  # fmt: skip
+
+    return jax.lax.map(one, rows, batch_size=256)
+
+
+def evaluate(task: Task, params, rows: np.ndarray) -> dict[str, float | None]:
+    """Accuracy on words of the vocabulary, and perplexity over all targets and over such words.
+
+    Special tokens (padding, begin, end, unknown) never count as right or wrong; perplexity counts
+    end and unknown, which a model must predict to be a distribution over sentences.
+    """
+    sums = np.asarray(_totals(task.network, params, rows), np.float64).sum(axis=0)
+    right, words, word_loss, loss, targets = sums
+    metrics = {
+        "accuracy": right / words,
+        "perplexity": np.exp(loss / targets),
+        "word_perplexity": np.exp(word_loss / words),
+    }
+    return {name: float(v) if np.isfinite(v) else None for name, v in metrics.items()}
+
+
+@functools.cache
+def _server_sgd() -> optax.GradientTransformation:
+    """SGD with momentum 0.9 whose rate is part of its state."""
+    return optax.inject_hyperparams(optax.sgd, static_args="momentum")(
+        learning_rate=1.0, momentum=0.9
+    )
+
+
+@functools.cache
+def _adam() -> optax.GradientTransformation:
+    return optax.adam(2e-3)
+
+
+def warm_start(task: Task, seed: int) -> Any:
+    """Parameters pre-trained on public users, who also say when to stop; kept in a file."""
+    start = task.network.init(jax.random.key(seed))
+    path = task.out / "unfinished" / f"warm-{task.key}-{seed}.npz"
+    if not path.exists():
+        found = mirrordp.warm_start_clients(
+            task.network.loss,
+            start,
+            task.prepared.public,
+            optimizer=_adam(),
+            batch_size=CLIENT_BATCH,
+            patience=3,
+            max_epochs=40,
+            refit=True,
+            seed=seed,
+        )
+        save(path, found.params, {"epochs": found.num_epochs})
+    return load(path, start)[0]
+
+
+def _state_path(task: Task, job: Job) -> Path:
+    name = records.fingerprint({"key": task.key, **dataclasses.asdict(job)})
+    return task.out / "unfinished" / f"{name}.npz"
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def save(path: Path, tree: Any, notes: Any) -> None:
+    """Writes a tree of arrays and notes; the file takes the place of an older one at once.
+
+    A training state holds the key of the noise: this is for experiments with a known seed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = [
+        np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        for leaf in jax.tree.leaves(tree)
+    ]
+    draft = path.with_suffix(".draft.npz")
+    np.savez(draft, *leaves, notes=np.asarray(json.dumps(notes)))
+    draft.replace(path)
+
+
+def load(path: Path, like: Any) -> tuple[Any, Any]:
+    """Reads what `save` wrote, in the structure of `like`, and the notes."""
+    leaves, treedef = jax.tree.flatten(like)
+    with np.load(path) as stored:
+        notes = json.loads(str(stored["notes"]))
+        read = [jnp.asarray(stored[f"arr_{number}"]) for number in range(len(leaves))]
+    made = [
+        jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
+        for new, old in zip(read, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, made), notes
+
+
+def run(task: Task, job: Job) -> records.Record:
+    """One run from beginning (or from where it was cut) to end."""
+    began = clock()
+    private, public = task.prepared.private, task.prepared.public
+    start = (
+        task.network.init(jax.random.key(job.seed))
+        if job.method == COLD
+        else warm_start(task, job.seed)
+    )
+    made = mechanism(task, job.rounds, job.noise_multiplier)
+    alpha = 1.0
+    if job.divisor is not None:
+        alpha = schedules.cosine(decay_steps=job.divisor * job.rounds / 2)
+    step = federated.FederatedStep(
+        loss_fn=task.network.loss,
+        mechanism=made,
+        optimizer=_server_sgd(),
+        client_learning_rate=job.client_rate,
+        client_batch_size=CLIENT_BATCH,
+        public_batch_size=task.public_per_round,
+    )
+    # Rates and clip norm travel in the state, so that the whole grid is one compiled program.
+    state = step.init(start, randomness(job.seed)[1].noise)
+    state.opt_state.hyperparams["learning_rate"] = jnp.asarray(job.server_rate, jnp.float32)
+    state = state._replace(clip_norm=jnp.asarray(job.clip, jnp.float32))
+    path = _state_path(task, job)
+    curve: list[dict[str, Any]] = []
+    seconds = 0.0
+    if path.exists():
+        state, curve = load(path, state)
+        seconds = curve[-1]["seconds"]
+        print(f"  goes on after round {int(state.round)}", file=sys.stderr, flush=True)
+    else:
+        curve.append({"round": 0, "seconds": 0.0} | evaluate(task, start, task.prepared.test))
+    evaluations = {round(job.rounds * part / 10) for part in range(1, 11)} - {0}
+    # Same noise and cohorts whatever the method: differences between methods are paired.
+    iterator = mirrordp.federated_train(
+        task.network.loss,
+        start,
+        private,
+        public if job.divisor is not None else None,
+        mechanism=made,
+        client_learning_rate=job.client_rate,
+        optimizer=_server_sgd(),
+        alpha=alpha,
+        client_batch_size=CLIENT_BATCH,
+        public_batch_size=task.public_per_round,
+        seed=job.seed,
+        rounds_per_call=ROUNDS_PER_CALL,
+        state=state,
+    )
+    done = int(state.round)
+    for state, info in iterator:
+        now = seconds + clock() - began
+        if any(done < number <= info.round for number in evaluations):
+            curve.append(
+                {"round": info.round, "seconds": round(now, 1)}
+                | evaluate(task, state.params, task.prepared.test)
+            )
+        done = info.round
+        if clock() > task.deadline and info.round < job.rounds:
+            if curve[-1]["round"] != info.round:
+                curve.append(
+                    {"round": info.round, "seconds": round(now, 1)}
+                    | evaluate(task, state.params, task.prepared.test)
+                )
+            save(path, state, curve)
+            raise OutOfTime
+    guarantee = _guarantee(made)
+    path.unlink(missing_ok=True)
+    return {
+        "metrics": evaluate(task, state.params, task.prepared.test),
+        "validation": evaluate(task, state.params, task.prepared.validation),
+        "curve": curve,
+        "epsilon": guarantee.epsilon if np.isfinite(guarantee.epsilon) else None,
+        "delta": DELTA,
+        "adjacency": made.adjacency.value,
+        "unit": made.unit,
+        "sampling": f"Poisson, q = {made.sampling.sampling_prob:.6g}",
+        "accountant": guarantee.method,
+        "tuning_charged": False,
+        "seconds": round(seconds + clock() - began, 1),
+    }
+
+
+@functools.cache
+def _guarantee(made: Mechanism) -> mirrordp.accounting.Epsilon:
+    # The accounting of a thousand rounds takes seconds.
+    return made.guarantee(DELTA)
+
+
+class Log:
+    """Finished runs: which there are, and where the next ones go."""
+
+    def __init__(self, path: Path, task: Task):
+        self._path, self._task = path, task
+        sources = sorted(
+            [*Path(__file__).parent.glob("*.py"), ROOT / "experiments" / "models.py"]
+            + [ROOT / "mirrordp" / name for name in ("federated.py", "data.py", "mechanism.py")]
+        )
+        device = jax.devices()[0]
+        self._provenance = records.provenance(
+            PACKAGES, sources, f"{device.platform}, {device.device_kind}"
+        )
+        self._found = {
+            Job(**record["job"]): record
+            for record in records.read(path)
+            if record.get("key") == task.key
+        }
+
+    def record(self, job: Job) -> records.Record:
+        """The line of a job, after running it if there is none."""
+        if job not in self._found:
+            if clock() > self._task.deadline:
+                raise OutOfTime
+            print(f"{job}", file=sys.stderr, flush=True)
+            record = {
+                "experiment": "stackoverflow",
+                "key": self._task.key,
+                "job": dataclasses.asdict(job),
+                "facts": self._task.prepared.facts,
+                **run(self._task, job),
+                "provenance": self._provenance,
+            }
+            records.append(self._path, record)
+            self._found[job] = record
+            print(f"  {record['metrics']}, {record['seconds']} s", file=sys.stderr, flush=True)
+        return self._found[job]
+
+    def validation_loss(self, job: Job) -> float:
+        """Perplexity of held-out private users; infinite where the run diverged."""
+        value = self.record(job)["validation"]["perplexity"]
+        return np.inf if value is None else value
+
+    def all(self) -> list[records.Record]:
+        """Every line of this task."""
+        return list(self._found.values())
+
+
+def jobs_of_rates(rounds: int, noise: float) -> Iterator[Job]:
+    """The paper's grid on the warm start."""
+    for clip in CLIPS:
+        for client_rate in CLIENT_RATES:
+            for server_rate in SERVER_RATES:
+                yield Job(
+                    "rates", WARM, 0, rounds, server_rate, client_rate, clip,
+                    noise_multiplier=noise,
+                )  # fmt: skip
+
+
+def staged(
+    log: Log, stages: Sequence[str], rounds: int, tuning_rounds: int, seeds: int, noise: float
+) -> None:
+    """Runs the stages; each needs the ones before it."""
+    if "check" in stages:
+        log.record(Job("check", PDA, 0, min(tuning_rounds, 20), 1.0, 0.2, 0.3, 5, PAPER_NOISE))
+    if not {"rates", "alpha", "final"} & set(stages):
+        return
+    rates = min(jobs_of_rates(tuning_rounds, noise), key=log.validation_loss)
+    if not {"alpha", "final"} & set(stages):
+        return
+    candidates = [
+        dataclasses.replace(rates, stage="alpha", method=PDA, divisor=divisor)
+        for divisor in DIVISORS
+    ]
+    best = min(candidates, key=log.validation_loss)
+    if "final" not in stages:
+        return
+    for seed in range(1, seeds + 1):
+        for method, divisor in ((COLD, None), (WARM, None), (PDA, best.divisor)):
+            log.record(
+                dataclasses.replace(
+                    rates, stage="final", method=method, divisor=divisor, seed=seed, rounds=rounds
+                )
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute what is missing, then write table and figure; see `--help`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments stackoverflow",
+        description="Next-word prediction under user-level privacy: cold, warm, PDA-DPMD.",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/stackexchange/users.tsv"),
+        help="training users: .h5 as published, or .tsv, .jsonl, .parquet (default: %(default)s)",
+    )
+    parser.add_argument("--test-data", type=Path, help="test users; else 10%% of the users")
+    parser.add_argument("--public-data", type=Path, help="users 100 of whom are public")
+    parser.add_argument(
+        "--overflow",
+        action="store_true",
+        help="public users from sentences of private users beyond 256, as the paper's text has it",
+    )
+    parser.add_argument("--vocabulary", choices=("public", "train"), default="public")
+    parser.add_argument("--stages", nargs="+", default=["rates", "alpha", "final"],
+                        choices=("rates", "alpha", "final", "check"))  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1600, help="rounds of the final runs")
+    parser.add_argument("--tuning-rounds", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--public-per-round", type=int, help="public users a round (all)")
+    parser.add_argument("--max-seconds", type=float, default=np.inf,
+                        help="stop cleanly after about so many; call again to go on")  # fmt: skip
+    parser.add_argument("--words", type=int, default=VOCABULARY_SIZE, help="of the vocabulary")
+    parser.add_argument("--public-users", type=int, default=NUM_PUBLIC_USERS)
+    parser.add_argument("--width", type=int, default=670, help="of the LSTM; 670 is the paper's")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--plot-only", action="store_true", help="compute nothing")
+    arguments = parser.parse_args(argv)
+    began = clock()
+    if not arguments.data.exists():
+        parser.error(
+            f"expected the users in {arguments.data}, got no such file; run unpack.py data "
+            "stackexchange, or give --data"
+        )
+    prepared = prepare(
+        arguments.data,
+        test_data=arguments.test_data,
+        public_data=arguments.public_data,
+        overflow=arguments.overflow,
+        vocabulary_from=arguments.vocabulary,
+        vocabulary_size=arguments.words,
+        num_public_users=arguments.public_users,
+    )
+    num_tokens = arguments.words + NUM_SPECIAL
+    size = {"tokens": num_tokens, "width": arguments.width, "length": SEQUENCE_LENGTH}
+    task = Task(
+        prepared,
+        models.stackoverflow_lstm(num_tokens, width=arguments.width, pad=PAD),
+        size,
+        arguments.public_per_round,
+        began + arguments.max_seconds,
+        arguments.out,
+    )
+    log = Log(arguments.out / "runs.jsonl", task)
+    complete = True
+    if not arguments.plot_only:
+        # The noise of the long runs, also in the short ones that choose settings.
+        noise = calibrated(task, arguments.rounds)
+        print(f"{prepared.facts}\nnoise multiplier {noise:.4f}", file=sys.stderr, flush=True)
+        try:
+            staged(
+                log,
+                arguments.stages,
+                arguments.rounds,
+                arguments.tuning_rounds,
+                arguments.seeds,
+                noise,
+            )
+        except OutOfTime:
+            complete = False
+            print("out of time; call again to go on", file=sys.stderr)
+    report.write(log.all(), arguments.out)
+    # 75 says "try again" to a script.
+    return 0 if complete else 75

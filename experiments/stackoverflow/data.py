@@ -1,0 +1,294 @@
+"""Users and their sentences: files in, padded token rows per user out.
+
+A sentence becomes one row of 21 numbers: its begin, at most 20 words and, if there is room, its
+end; the first 20 are what the model reads and the last 20 what it predicts, as in the TensorFlow
+Federated pipeline that the paper used. A user keeps at most 256 sentences.
+
+Splits are by user and follow the user's name and a seed alone. Which part is covered by the privacy
+guarantee: only the private users' rows, through training. `facts["not_covered"]` names the rest.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mirrordp import PrivateClients, PublicClients, UnprotectedWarning
+
+PAD, BEGIN, END, UNKNOWN = range(4)
+NUM_SPECIAL = 4
+VOCABULARY_SIZE = 10_000
+SEQUENCE_LENGTH = 20
+MAX_SENTENCES = 256
+NUM_PUBLIC_USERS = 100
+
+User = tuple[str, list[str]]
+
+_WORDS = re.compile(r"<code>|[\w']+|[^\w\s]")
+
+
+def words(sentence: str) -> list[str]:
+    """Lower-case words and punctuation marks; text that is tokenised already stays as it is.
+
+    >>> words("It's <code>, isn't it?")
+    ["it's", '<code>', ',', "isn't", 'it', '?']
+    """
+    return _WORDS.findall(sentence.lower())
+
+
+def read_hdf5(path: Path) -> Iterator[User]:
+    """The published files: group `examples`, one group per client, data set `tokens`."""
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        if "examples" not in file:
+            raise ValueError(
+                f"{path.name}: expected a group 'examples' with one group per client, got "
+                f"{list(file)}. These are the files that TensorFlow Federated downloads."
+            )
+        for client, group in file["examples"].items():
+            yield client, [sentence.decode("utf-8", "replace") for sentence in group["tokens"][()]]
+
+
+def read_tsv(path: Path) -> Iterator[User]:
+    """Lines whose first column is the user and whose last is a sentence."""
+
+    def rows():
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                columns = line.rstrip("\n").split("\t")
+                if len(columns) < 2:
+                    raise ValueError(
+                        f"{path.name}, line {number}: expected a user and a sentence with a tab "
+                        f"between them, got {len(columns)} column."
+                    )
+                yield columns[0], columns[-1]
+
+    return _grouped(rows())
+
+
+def read_jsonl(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
+    """One JSON object per line, with a user and a sentence."""
+
+    def rows():
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                record = json.loads(line)
+                if user not in record or text not in record:
+                    raise ValueError(
+                        f"{path.name}, line {number}: expected the fields {user!r} and {text!r}, "
+                        f"got {sorted(record)}."
+                    )
+                yield str(record[user]), record[text]
+
+    return _grouped(rows())
+
+
+def read_parquet(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
+    """Two columns, user and sentence."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    missing = {user, text} - set(table.column_names)
+    if missing:
+        raise ValueError(
+            f"{path.name}: expected the columns {user!r} and {text!r}, got {table.column_names}."
+        )
+    names = map(str, table[user].to_pylist())
+    return _grouped(zip(names, table[text].to_pylist(), strict=True))
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[User]:
+    users: dict[str, list[str]] = {}
+    for name, sentence in rows:
+        users.setdefault(name, []).append(sentence)
+    return iter(users.items())
+
+
+READERS: dict[str, Callable[[Path], Iterator[User]]] = {
+    ".h5": read_hdf5,
+    ".hdf5": read_hdf5,
+    ".tsv": read_tsv,
+    ".jsonl": read_jsonl,
+    ".parquet": read_parquet,
+}
+
+
+def read(path: Path) -> Iterator[User]:
+    """Users of a file, by its ending."""
+    if path.suffix not in READERS:
+        raise ValueError(f"{path.name}: expected one of {sorted(READERS)}, got {path.suffix!r}.")
+    return READERS[path.suffix](path)
+
+
+def _rank(name: str, purpose: str, seed: int) -> int:
+    """A number that is random over names and belongs to this one: users decide nothing together."""
+    digest = hashlib.blake2b(f"{purpose}/{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def cut(name: str, sentences: list[str], seed: int) -> tuple[list[str], list[str]]:
+    """At most 256 sentences of a user, at random, and at most 256 of those left over."""
+    if len(sentences) <= MAX_SENTENCES:
+        return sentences, []
+    order = np.random.default_rng(_rank(name, "sentences", seed)).permutation(len(sentences))
+    kept, over = np.sort(order[:MAX_SENTENCES]), np.sort(order[MAX_SENTENCES : 2 * MAX_SENTENCES])
+    return [sentences[row] for row in kept], [sentences[row] for row in over]
+
+
+def make_vocabulary(users: Iterable[User], size: int = VOCABULARY_SIZE) -> dict[str, int]:
+    """The most frequent words and their numbers, which begin after the special tokens."""
+    counts = collections.Counter(
+        word for _, sentences in users for sentence in sentences for word in words(sentence)
+    )
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {word: NUM_SPECIAL + number for number, (word, _) in enumerate(ranked[:size])}
+
+
+def encode(sentences: Iterable[str], vocabulary: dict[str, int]) -> np.ndarray:
+    """Rows of 21 tokens."""
+    rows = []
+    for sentence in sentences:
+        tokens = [vocabulary.get(word, UNKNOWN) for word in words(sentence)[:SEQUENCE_LENGTH]]
+        if not tokens:
+            continue
+        tokens = [BEGIN, *tokens, END][: SEQUENCE_LENGTH + 1]
+        rows.append(tokens + [PAD] * (SEQUENCE_LENGTH + 1 - len(tokens)))
+    return np.asarray(rows, np.int32).reshape(-1, SEQUENCE_LENGTH + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The parts of an experiment.
+
+    Attributes:
+        private: users whose privacy the run protects.
+        public: users on the server's side.
+        validation: rows of private users held out to choose settings; what they tell is not
+            covered by the guarantee.
+        test: rows of test users.
+        facts: counts and choices, stored with every result.
+    """
+
+    private: PrivateClients
+    public: PublicClients
+    validation: np.ndarray
+    test: np.ndarray
+    facts: dict
+
+
+def prepare(
+    data: Path,
+    *,
+    test_data: Path | None = None,
+    public_data: Path | None = None,
+    overflow: bool = False,
+    vocabulary_from: str = "public",
+    vocabulary_size: int = VOCABULARY_SIZE,
+    num_public_users: int = NUM_PUBLIC_USERS,
+    test_fraction: float = 0.1,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+) -> Prepared:
+    """Reads, splits by user, builds the vocabulary and encodes.
+
+    Test users are set aside before anything else is looked at.
+
+    Args:
+        data: the training users.
+        test_data: test users, where they have a file of their own; else `test_fraction` of users.
+        public_data: held-out users, where they have a file of their own; 100 of them are public.
+            Else 100 of the training users are held out.
+        overflow: the paper's text instead: public users are made of the sentences above 256 of
+            *private* users. Their authors are then not protected in these sentences, and the
+            statement about a user as a whole does not hold for them.
+        vocabulary_from: "public", or "train" as in the paper: that counts private words without
+            noise and is not covered by the guarantee.
+        vocabulary_size: words besides the special tokens; 10,000 in the paper.
+        num_public_users: how many; 100 in the paper.
+        test_fraction: share of users.
+        validation_fraction: share of the remaining private users, set aside to choose settings.
+        seed: decides all of it.
+    """
+    if vocabulary_from not in ("public", "train"):
+        raise ValueError(f"vocabulary_from must be 'public' or 'train', got {vocabulary_from!r}.")
+    not_covered = ["the choice of settings, by the loss of held-out private users"]
+    kept, over = [], []
+    for name, sentences in read(data):
+        own, rest = cut(name, sentences, seed)
+        kept.append((name, own))
+        if rest:
+            over.append((f"overflow of {name}", rest))
+    kept.sort(key=lambda user: _rank(user[0], "split", seed))
+    if test_data is None:
+        num_test = round(test_fraction * len(kept))
+        test, kept = kept[:num_test], kept[num_test:]
+        inside = {name for name, _ in kept}
+        over = [user for user in over if user[0].removeprefix("overflow of ") in inside]
+    else:
+        test = [(name, cut(name, sentences, seed)[0]) for name, sentences in read(test_data)]
+    if overflow:
+        over.sort(key=lambda user: _rank(user[0], "split", seed))
+        public = over[:num_public_users]
+        not_covered.append(
+            f"the sentences above {MAX_SENTENCES} of {len(public)} private users, used as public"
+        )
+        warnings.warn(
+            f"{len(public)} public users are made of sentences of private users: these sentences "
+            "are not protected at all, and the user-level statement does not hold for their "
+            "authors. Use held-out users (the default) outside of experiments.",
+            UnprotectedWarning,
+            stacklevel=2,
+        )
+    elif public_data is not None:
+        held_out = [(name, cut(name, sentences, seed)[0]) for name, sentences in read(public_data)]
+        held_out.sort(key=lambda user: _rank(user[0], "split", seed))
+        public = held_out[:num_public_users]
+    else:
+        public, kept = kept[:num_public_users], kept[num_public_users:]
+    num_validation = round(validation_fraction * len(kept))
+    validation, private = kept[:num_validation], kept[num_validation:]
+    if vocabulary_from == "train":
+        not_covered.append("the vocabulary, counted over private sentences")
+    source = public if vocabulary_from == "public" else private
+    vocabulary = make_vocabulary(source, vocabulary_size)
+
+    def clients(kind, users):
+        return kind.from_users(
+            [encode(sentences, vocabulary) for _, sentences in users],
+            ids=[name for name, _ in users],
+            max_examples_per_user=MAX_SENTENCES,
+            seed=seed,
+        )
+
+    def rows(users):
+        return np.concatenate([encode(sentences, vocabulary) for _, sentences in users])
+
+    private, public = clients(PrivateClients, private), clients(PublicClients, public)
+    validation, test_rows = rows(validation), rows(test)
+    targets = test_rows[:, 1:]
+    facts = {
+        "data": data.name,
+        "stand_in": data.suffix not in (".h5", ".hdf5"),
+        "split_seed": seed,
+        "private_users": len(private),
+        "public_users": len(public),
+        "validation_users": num_validation,
+        "test_users": len(test),
+        "private_sentences": int(private.num_examples.sum()),
+        "public_sentences": int(public.num_examples.sum()),
+        "validation_sentences": len(validation),
+        "test_sentences": len(test_rows),
+        "public_from": "overflow" if overflow else "held-out users",
+        "vocabulary_from": vocabulary_from,
+        "vocabulary_words": len(vocabulary),
+        "test_unknown": round(float((targets == UNKNOWN).sum() / (targets >= UNKNOWN).sum()), 4),
+        "not_covered": not_covered,
+    }
+    return Prepared(private, public, validation, test_rows, facts)

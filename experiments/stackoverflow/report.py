@@ -1,0 +1,134 @@
+"""Table and figure from the records; computes no experiment."""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.records import Record
+
+LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
+PAPER = {"cold": (18.52, 116.21), "warm": (21.2, 85.03), "pda": (21.77, 80.51)}
+# Okabe and Ito's palette; markers tell the lines apart in grey.
+STYLES = {"cold": ("#0072B2", "s"), "warm": ("#D55E00", "o"), "pda": ("#009E73", "^")}
+
+
+def final(found: Sequence[Record]) -> list[Record]:
+    """The runs of the comparison: those over the most rounds."""
+    runs = [record for record in found if record["job"]["stage"] == "final"]
+    most = max((record["job"]["rounds"] for record in runs), default=0)
+    return [record for record in runs if record["job"]["rounds"] == most]
+
+
+def title(record: Record) -> str:
+    """What the numbers are, with the ε that belongs to them."""
+    facts, job = record["facts"], record["job"]
+    name = "STAND-IN for StackOverflow (Stack Exchange)" if facts["stand_in"] else "StackOverflow"
+    epsilon = "infinite" if record["epsilon"] is None else f"{record['epsilon']:.2f}"
+    return (
+        f"{name}: {facts['private_users']:,} private and {facts['public_users']} public users, "
+        f"{job['rounds']} rounds, noise multiplier {job['noise_multiplier']:.3f}, "
+        f"ε = {epsilon} at δ = {record['delta']:g} per {record['unit']} "
+        f"({record['adjacency']}, {record['sampling']}, {record['accountant']}; tuning not charged)"
+    )
+
+
+def _mean(values: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def table(found: Sequence[Record]) -> str:
+    """Markdown: mean ± standard deviation over seeds, the paper's numbers beside them."""
+    runs = final(found)
+    if not runs:
+        return "No final run yet.\n"
+    lines = [
+        title(runs[0]),
+        "",
+        "| method | seeds | accuracy, % | perplexity | in-vocabulary perplexity "
+        "| paper, StackOverflow, ε 8.32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method, label in LABELS.items():
+        own = [record for record in runs if record["job"]["method"] == method]
+        whole = [r["metrics"] for r in own if None not in r["metrics"].values()]
+        if not own:
+            continue
+        cells = ["diverged"] * 3
+        if len(whole) == len(own):
+            cells = [
+                _mean([100 * metrics["accuracy"] for metrics in whole]),
+                _mean([metrics["perplexity"] for metrics in whole]),
+                _mean([metrics["word_perplexity"] for metrics in whole]),
+            ]
+        lines.append(
+            f"| {label} | {len(own)} | {' | '.join(cells)} | "
+            f"{PAPER[method][0]}% / {PAPER[method][1]} |"
+        )
+    job, facts = runs[0]["job"], runs[0]["facts"]
+    divisors = {r["job"]["divisor"] for r in runs if r["job"]["divisor"] is not None}
+    lines += [
+        "",
+        f"Server rate {job['server_rate']:g}, client rate {job['client_rate']:g}, clip "
+        f"{job['clip']:g}, α_t = cos(πt/(iT)) with i = {', '.join(map(str, sorted(divisors)))}. "
+        f"Vocabulary of {facts['vocabulary_words']:,} words from {facts['vocabulary_from']} "
+        f"users; {100 * facts['test_unknown']:.1f}% of test words are unknown. Public users: "
+        f"{facts['public_from']}. Not covered by the guarantee: {'; '.join(facts['not_covered'])}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def figure(found: Sequence[Record], path: Path) -> None:
+    """Accuracy and perplexity on test users against rounds: mean over seeds."""
+    from matplotlib.figure import Figure
+
+    runs = final(found)
+    drawing = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = drawing.subplots(1, 2)
+    for axes, metric, label in zip(
+        panels, ("accuracy", "perplexity"), ("accuracy, in-vocabulary", "perplexity"), strict=True
+    ):
+        for method, (color, marker) in STYLES.items():
+            curves = [
+                {point["round"]: point[metric] for point in record["curve"]}
+                for record in runs
+                if record["job"]["method"] == method
+            ]
+            common = sorted(set.intersection(*map(set, curves))) if curves else []
+            points = [
+                (number, statistics.mean(curve[number] for curve in curves))
+                for number in common
+                if all(curve[number] is not None for curve in curves)
+            ]
+            # A cold start begins at the size of the vocabulary, which would hide all the rest.
+            points = [p for p in points if metric == "accuracy" or p[1] < 2000]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), color=color, marker=marker, label=LABELS[method]
+                )
+        axes.set(xlabel="round", ylabel=label)
+    panels[1].set_yscale("log")
+    panels[0].legend(frameon=False)
+    record = runs[0]
+    stand_in = "STAND-IN (Stack Exchange)" if record["facts"]["stand_in"] else "StackOverflow"
+    drawing.suptitle(
+        f"{stand_in}, {record['facts']['private_users']:,} private users, "
+        f"ε = {record['epsilon']:.2f} at δ = {record['delta']:g} per user",
+        fontsize=10,
+    )
+    drawing.savefig(path, metadata={"Date": None})
+
+
+def write(found: Sequence[Record], out: Path) -> None:
+    """Writes table.md and, where matplotlib is installed, figure.svg."""
+    text = table(found)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(text)
+    print(text)
+    if not final(found):
+        return
+    try:
+        figure(found, out / "figure.svg")
+    except ModuleNotFoundError as error:
+        print(f"no figure: {error}", file=sys.stderr)

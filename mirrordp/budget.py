@@ -1,0 +1,466 @@
+"""One budget for many runs on the same data: a privacy filter at fixed Rényi orders.
+
+Runs are chosen after earlier ones were seen, so their costs must add up in a way that holds for
+fully adaptive composition. A budget (ε, δ) fixes, when it is made, orders α_1, ..., α_k and shares
+δ_1 + ... + δ_k = δ, and with them one limit per order,
+
+    B_j = ε + log(α_j δ_j) / (α_j − 1) − log(1 − 1/α_j).
+
+A run is admitted if at *some* order the Rényi divergences of everything charged, plus those of the
+whole run, stay within the limit. Then everything ever released on the budget is together
+(ε, δ)-differentially private; docs/ledger.md has the proof. With one order this is the filter of
+Feldman and Zrnic (2021, "Individual Privacy Accounting via a Rényi Filter") and Lécuyer (2021,
+"Practical Privacy Filters and Odometers with Rényi Differential Privacy"). Which order decides in
+the end may depend on what was seen, and that is paid for by sharing δ among them.
+
+PLD has no such theorem: it enters only within a run that was fixed beforehand, in that run's own
+report.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import dp_accounting
+import numpy as np
+
+from mirrordp import _files, _fingerprint, _validate, accounting
+from mirrordp.accounting import Adjacency, DpEvent
+from mirrordp.data import PrivateData
+from mirrordp.ledger import Block, FileLedger, LedgerError, Position
+from mirrordp.mechanism import UNITS, Mechanism
+
+LEDGER_FILE = "ledger.jsonl"
+# α* is best for Gaussians and for Poisson sampling with enough noise; with little noise Rényi
+# divergences explode at high orders, and a lower one decides.
+_LOWER = (0.8, 0.65, 0.5)
+# Sums of many small charges may differ by rounding from the sum that was admitted: a run is
+# admitted only if it leaves this share of a limit free, so that its charges never meet the limit.
+_ROUNDING = 1e-9
+
+
+class BudgetError(LedgerError):
+    """A run that the budget does not admit."""
+
+
+def renyi_limit(epsilon: float, delta: float, order: float) -> float:
+    """The largest Rényi divergence at an order that implies (ε, δ)-differential privacy.
+
+    B = ε + log(α δ) / (α − 1) − log(1 − 1/α); Canonne, Kamath and Steinke (2020), Proposition 12.
+    """
+    return epsilon + math.log(order * delta) / (order - 1) - math.log1p(-1 / order)
+
+
+def choose_orders(epsilon: float, delta: float) -> dict[float, float]:
+    """Orders and their shares of δ: half for the best order of Gaussians, the rest for lower ones.
+
+    The Rényi divergence of a Gaussian is proportional to α, so the best order for them maximises
+    B(α)/α.
+    """
+    candidates = 1 + np.geomspace(0.02, 2e6, 4000)
+    half = delta / 2
+    values = [renyi_limit(epsilon, half, order) / order for order in candidates]
+    best = float(candidates[int(np.argmax(values))])
+    lower = [round(1 + factor * (best - 1), 6) for factor in _LOWER]
+    useful = [order for order in lower if renyi_limit(epsilon, half / len(_LOWER), order) > 0]
+    shares = {order: half / len(useful) for order in useful}
+    return {round(best, 6): delta - sum(shares.values()), **shares}
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetStatus:
+    """What a budget promises and how much of it is used.
+
+    Attributes:
+        epsilon: ε of everything ever charged, together.
+        delta: δ.
+        adjacency: the neighbours.
+        unit: what one record is.
+        runs: how many runs were charged.
+        charges: how many records of the ledger are charges.
+        used: the share of the limit that is used up, at the order where it is smallest.
+        largest_epsilon: ε, at `delta` and rounded down, of the largest full-batch run that fits.
+        position: how far the ledger reaches.
+    """
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    unit: str
+    runs: int
+    charges: int
+    used: float
+    largest_epsilon: float
+    position: Position
+
+
+class Budget:
+    """A budget in a folder; make one with `create`, use it with `open`.
+
+    While it is open no other process can charge to it. Use it as a context:
+
+        with Budget.open("budget", data="private.csv") as budget:
+            for state, info in mirrordp.train(..., budget=budget): ...
+    """
+
+    def __init__(self, folder: Path, ledger: FileLedger):
+        self._folder, self._ledger = folder, ledger
+        self._verified = False
+        try:
+            header = ledger.records[0]["budget"]
+            self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
+            self._unit = str(header["unit"])
+            self._orders = tuple(float(pair[0]) for pair in header["orders"])
+            shares = np.array([float(pair[1]) for pair in header["orders"]])
+            valid = (
+                self._epsilon > 0
+                and 0 < self._delta < 1
+                and self._unit in UNITS
+                and len(shares) > 0
+                and min(self._orders) > 1
+                and (shares > 0).all()
+                and shares.sum() <= self._delta * (1 + 1e-12)
+            )
+            if not valid:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, IndexError):
+            ledger.close()
+            raise LedgerError(
+                f"expected a budget made by 'mirrordp budget init', got another ledger in "
+                f"{str(folder)!r}. Check the path."
+            ) from None
+        self._limits = np.array(
+            [
+                renyi_limit(self._epsilon, share, order)
+                for order, share in zip(self._orders, shares, strict=True)
+            ]
+        )
+        self._spent = self._divergences(ledger.event)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        epsilon: float,
+        delta: float,
+        data: str | os.PathLike[str] | PrivateData,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
+        unit: str = "example",
+        orders: Mapping[float, float] | None = None,
+    ) -> "Budget":
+        """A new budget, bound to a data set.
+
+        Args:
+            folder: a new folder; it is made readable by its owner only.
+            epsilon: ε of all runs together.
+            delta: δ.
+            data: the private data: a file, whose bytes then identify it, or rows.
+            adjacency: the neighbours; one budget has one.
+            unit: what one record is: "example" or "user"; one budget has one.
+            orders: Rényi orders with the share of δ of each; by default `choose_orders`. They are
+                fixed here, before anything is seen.
+        """
+        _validate.positive(epsilon=epsilon)
+        _validate.open_unit_interval(delta=delta)
+        _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=adjacency)
+        if unit not in UNITS:
+            raise ValueError(f"unit must be one of {UNITS}, got {unit!r}.")
+        shares = choose_orders(epsilon, delta) if orders is None else dict(orders)
+        for order, share in shares.items():
+            _validate.positive(order_minus_one=order - 1, share_of_delta=share)
+        if not shares or sum(shares.values()) > delta * (1 + 1e-12):
+            raise ValueError(
+                f"the shares of delta must add up to at most delta={delta:g}, got "
+                f"{sum(shares.values()):g} over {len(shares)} orders."
+            )
+        folder = Path(folder)
+        if (folder / LEDGER_FILE).exists():
+            raise LedgerError(
+                f"expected a new folder for the budget, got {str(folder)!r}, which holds one. Go "
+                "on with it: a budget is never made afresh for the same data."
+            )
+        if not isinstance(data, PrivateData):
+            _require_readable(data)
+        try:
+            _files.make_private_folder(folder)
+            key = _fingerprint.make_key(folder)
+        except OSError as error:
+            raise LedgerError(
+                f"expected a folder that can be made and written, got {str(folder)!r} "
+                f"({error.strerror}). Choose another."
+            ) from error
+        header = {
+            "epsilon": float(epsilon),
+            "delta": float(delta),
+            "unit": unit,
+            "orders": sorted([float(order), float(share)] for order, share in shares.items()),
+        }
+        ledger = FileLedger.create(
+            folder / LEDGER_FILE,
+            adjacency,
+            header={"budget": header, "data": _identify(key, data)},
+        )
+        budget = cls(folder, ledger)
+        budget._verified = True
+        return budget
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        data: str | os.PathLike[str] | PrivateData | None = None,
+        data_changed: bool = False,
+        wait: float = 0.0,
+    ) -> "Budget":
+        """An existing budget, to charge to.
+
+        Args:
+            folder: the budget's folder.
+            data: the file or rows that the run will use, to be compared with those that the budget
+                is for. Rows may be left to `train` to compare.
+            data_changed: go on with changed data, on the same budget; what was spent stays spent.
+            wait: seconds to wait for another process that has it open.
+        """
+        folder = Path(folder)
+        if not (folder / LEDGER_FILE).is_file():
+            raise LedgerError(
+                f"expected a budget in {str(folder)!r}, got a folder without {LEDGER_FILE}. Make "
+                "one with 'mirrordp budget init', or check the path."
+            )
+        budget = cls(folder, FileLedger.open(folder / LEDGER_FILE, wait=wait))
+        if data is not None:
+            try:
+                budget.check_data(data, data_changed=data_changed)
+            except BaseException:
+                budget.close()
+                raise
+        return budget
+
+    @classmethod
+    def status_of(cls, folder: str | os.PathLike[str]) -> BudgetStatus:
+        """The status of a budget, whoever may be using it; changes nothing."""
+        folder = Path(folder)
+        if not (folder / LEDGER_FILE).is_file():
+            raise LedgerError(
+                f"expected a budget in {str(folder)!r}, got a folder without {LEDGER_FILE}. Check "
+                "the path."
+            )
+        return cls(folder, FileLedger.read(folder / LEDGER_FILE)).status
+
+    @property
+    def ledger(self) -> FileLedger:
+        """What was charged."""
+        return self._ledger
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The neighbours that the budget speaks of."""
+        return self._ledger.adjacency
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        return self._unit
+
+    @property
+    def status(self) -> BudgetStatus:
+        """What is promised and how much of it is used."""
+        charges = [record for record in self._ledger.records if record["kind"] == "charge"]
+        runs = {record.get("run", record["index"]) for record in charges}
+        usable = self._limits > 0
+        used = (self._spent[usable] / self._limits[usable]).min() if usable.any() else math.inf
+        return BudgetStatus(
+            epsilon=self._epsilon,
+            delta=self._delta,
+            adjacency=self.adjacency,
+            unit=self._unit,
+            runs=len(runs),
+            charges=len(charges),
+            used=float(used),
+            largest_epsilon=self.largest_epsilon(self._delta),
+            position=self._ledger.position,
+        )
+
+    @property
+    def least_noise(self) -> float:
+        """σ of the strongest single Gaussian that still fits; infinite when nothing does.
+
+        Its Rényi divergence at order α is α d² / 2σ², with d the neighbours' distance over C.
+        """
+        room = float(((self._limits - self._spent) / np.array(self._orders)).max())
+        distance = self.adjacency.distance
+        return distance / math.sqrt(2 * room) if room > 0 else math.inf
+
+    def largest_epsilon(self, delta: float) -> float:
+        """ε at δ, rounded down, of the largest full-batch run that still fits."""
+        if math.isinf(self.least_noise):
+            return 0.0
+        event = dp_accounting.GaussianDpEvent(self.least_noise)
+        found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
+        return math.floor(found * 1e3) / 1e3
+
+    def check_data(
+        self, data: str | os.PathLike[str] | PrivateData, *, data_changed: bool = False
+    ) -> None:
+        """Raises unless the data is what the budget is for, or the change was acknowledged.
+
+        Raises:
+            BudgetError: if it is not.
+        """
+        bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
+        found = _identify(_fingerprint.read_key(self._folder), data)
+        if found["kind"] != bound["kind"]:
+            raise BudgetError(
+                f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
+                f"got {found['kind']}. Open it with data=..., the same kind as at the beginning."
+            )
+        if found != bound:
+            if not data_changed:
+                raise BudgetError(
+                    f"expected the data that the budget {str(self._folder)!r} is for, got data "
+                    "that differs from it. Changed data opens no fresh budget, since most records "
+                    "are the same people. Use the data as it was, or acknowledge the change "
+                    "(--data-changed, data_changed=True) to go on with what is left of this budget."
+                )
+            self._ledger.append("data", {"data": found})
+        self._verified = True
+
+    def check_rows(self, rows: PrivateData) -> None:
+        """For `train`: the data was compared when the budget was opened, or is now."""
+        if not self._verified:
+            self.check_data(rows)
+
+    def require_data(self) -> None:
+        """Raises unless the budget was opened with the data that it is for."""
+        if not self._verified:
+            raise BudgetError(
+                f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
+                "for, got none. Use Budget.open(folder, data=...)."
+            )
+
+    def admit(self, mechanism: Mechanism, *, charged_steps: int = 0, num_steps: int) -> None:
+        """Raises unless steps `charged_steps` to `num_steps` of the mechanism fit. Charges nothing.
+
+        Args:
+            mechanism: what is to run.
+            charged_steps: how many of its steps were charged before (a run that is resumed).
+            num_steps: how many steps that read private data the run will have.
+
+        Raises:
+            BudgetError: if the run would exceed the budget, or is of another kind.
+        """
+        if mechanism.adjacency is not self.adjacency or mechanism.unit != self._unit:
+            raise BudgetError(
+                f"expected {self.adjacency.value} adjacency and one {self._unit} as unit, which "
+                f"the budget {str(self._folder)!r} is for, got {mechanism.adjacency.value} and "
+                f"one {mechanism.unit}. One budget has one of each; make the mechanism to match."
+            )
+        self.admit_event(mechanism.event_between(charged_steps, num_steps))
+
+    def admit_event(self, event: DpEvent, *, delta: float | None = None) -> None:
+        """Raises unless an event fits. Charges nothing.
+
+        Args:
+            event: what is to run.
+            delta: δ at which the message states what would still fit; by default the budget's.
+        """
+        cost = self._divergences(event)
+        if self._fits(cost, margin=_ROUNDING):
+            return
+        self._refuse(cost, self._delta if delta is None else delta)
+
+    def _refuse(self, cost: np.ndarray, delta: float) -> NoReturn:
+        usable = self._limits > 0
+        with np.errstate(invalid="ignore"):
+            share = float((cost[usable] / self._limits[usable]).min()) if usable.any() else math.inf
+        room = self.largest_epsilon(delta)
+        left = "nothing is left"
+        if room > 0:
+            left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
+        raise BudgetError(
+            f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
+            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
+            f"{_percent(share)}; {left}. Add noise, take fewer steps, or stop here. Runs add up at "
+            "fixed Renyi orders, which is a little dearer than the epsilon that each has alone."
+        )
+
+    def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
+        """Charges an event; returns when it is on disk. See `FileLedger.charge`.
+
+        Raises:
+            BudgetError: if it does not fit.
+        """
+        self.require_data()
+        cost = self._divergences(event)
+        if not self._fits(cost):
+            self._refuse(cost, self._delta)
+        self._ledger.charge(event, block=block)
+        self._spent = self._spent + cost
+
+    def _fits(self, cost: np.ndarray, margin: float = 0.0) -> bool:
+        total = self._spent + cost
+        return bool(((total <= self._limits * (1 - margin)) & (self._limits > 0)).any())
+
+    def _divergences(self, event: DpEvent) -> np.ndarray:
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            parts = [self._divergences(part) for part in event.events]
+            return np.sum(parts, axis=0) if parts else np.zeros(len(self._orders))
+        try:
+            if isinstance(event, dp_accounting.SelfComposedDpEvent):
+                return event.count * _divergences(event.event, self._orders, self.adjacency)
+            return _divergences(event, self._orders, self.adjacency)
+        except accounting.UnsupportedError as error:
+            raise BudgetError(
+                f"expected a mechanism with a Renyi analysis, which a budget needs, got one "
+                f"without: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Lets other processes use it."""
+        self._ledger.close()
+
+    def __enter__(self) -> "Budget":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _identify(key: bytes, data: str | os.PathLike[str] | PrivateData) -> dict[str, Any]:
+    if isinstance(data, PrivateData):
+        return {"kind": "rows", "fingerprint": _fingerprint.of_arrays(key, data.arrays)}
+    _require_readable(data)
+    return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
+
+
+def _require_readable(data: str | os.PathLike[str]) -> None:
+    try:
+        with open(data, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise LedgerError(
+            f"expected a data file that can be read, got {str(data)!r} ({error.strerror}). Check "
+            "the path."
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _divergences(event: DpEvent, orders: tuple[float, ...], adjacency: Adjacency) -> np.ndarray:
+    found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
+    found.flags.writeable = False
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{math.ceil(share * 1000) / 10:g}%" if math.isfinite(share) else "far more than 100%"

@@ -1,0 +1,528 @@
+"""Settings, runs and sweeps of the paper's deep networks."""
+
+import dataclasses
+import doctest
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import __main__ as dispatcher
+from experiments import datasets, models
+from experiments.deep import paper, results, run, sweep, tasks, training
+from experiments.deep.settings import (
+    CONFIGS,
+    SettingsError,
+    WarmStartSettings,
+    files_of,
+    line_id,
+    load,
+    point_id,
+    set_values,
+)
+from mirrordp import Accountant
+from tests.experiments import deep_lines
+
+NAMES = sorted(
+    str(path.relative_to(CONFIGS).with_suffix(""))
+    for path in CONFIGS.glob("*/*.toml")
+    if path.stem != "base"
+)
+NAME = "emnist/cold-s1.89"
+# Private examples of the data that we have, with and without those held out for a sweep.
+SIZES = {
+    ("cifar10", "split"): (48_000, 46_000),
+    ("emnist", "split"): (95_851, 93_851),
+    ("wikitext2", "split"): (43_543,),
+    ("wikitext2", "other"): (45_358,),
+}
+
+
+def settings_of(name, **changes):
+    return dataclasses.replace(load(CONFIGS / f"{name}.toml"), **changes)
+
+
+# Settings files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_can_be_planned(name):
+    settings = load(CONFIGS / f"{name}.toml")
+    assert settings.name == name
+    place = results.Place.of(name)
+    assert place is not None
+    assert (place.dataset, place.algorithm) == (settings.dataset, settings.algorithm)
+    level = float(place.level[1:])
+    assert level == (
+        settings.noise_multiplier if place.level[0] == "s" else settings.target_epsilon
+    )
+    assert tasks.task(settings.dataset).network.init is not None
+    if settings.algorithm == "pda":
+        warm = load(CONFIGS / f"{settings.sweep.rate_from}.toml")
+        same = ("dataset", "noise_multiplier", "target_epsilon", "public_text", "vocabulary")
+        assert [getattr(warm, key) for key in same] == [getattr(settings, key) for key in same]
+        assert warm.algorithm == "warm"
+        assert settings.sweep.decays
+    else:
+        assert len(settings.sweep.learning_rates) >= 3
+    for num_private in SIZES[settings.dataset, settings.public_text]:
+        # What calibration needs is seconds of accounting and is done once, below.
+        if settings.target_epsilon is None:
+            found = training.mechanism(settings, num_private)
+            num_steps = found.num_steps
+            assert found.noise_multiplier == settings.noise_multiplier
+            assert found.sampling.sampling_prob == settings.batch_size / num_private
+            assert found.l2_clip_norm == 1.0
+        else:
+            num_steps = int(num_private * settings.epochs / settings.batch_size)
+        schedule = training.alpha(settings, num_private)
+        if settings.algorithm != "pda":
+            assert schedule == 1.0
+            continue
+        weights = np.asarray(schedule(np.arange(num_steps)))
+        assert weights[0] == 1.0
+        assert np.all((weights >= 0.0) & (weights <= 1.0))
+        # The reading that the table uses never stops looking at private data.
+        assert (weights[-1] > 0) == (settings.decay_unit == "epochs")
+
+
+@pytest.mark.parametrize("setting", paper.SETTINGS[:6], ids=str)
+def test_settings_have_the_papers_epsilon_at_the_papers_size(setting):
+    settings = settings_of(f"{setting.dataset}/warm-s{setting.noise_multiplier:g}")
+    assert (settings.batch_size, settings.epochs, settings.delta) == (
+        setting.batch_size,
+        setting.epochs,
+        setting.delta,
+    )
+    found = dataclasses.replace(
+        training.mechanism(settings, setting.num_private), accountant=Accountant.RDP
+    )
+    epsilon = found.epsilon(settings.delta)
+    assert epsilon == pytest.approx(setting.epsilon, rel=0.03 if setting.epsilon < 1 else 0.006)
+    weaker = dataclasses.replace(found, noise_multiplier=0.9 * found.noise_multiplier)
+    assert weaker.epsilon(settings.delta) > 1.05 * setting.epsilon
+
+
+def test_calibrated_noise_keeps_its_promise():
+    settings = settings_of("emnist/warm-e0.48", epochs=1.0)
+    found = training.mechanism(settings, 95_851)
+    spent = training.privacy(found, settings.delta)
+    assert 0.47 < spent["epsilon_pld"] <= 0.48
+    assert spent["epsilon_pld"] < spent["epsilon_rdp"]
+    assert (spent["num_steps"], spent["tuning_charged"]) == (191, False)
+
+
+GOOD = """
+dataset = "emnist"
+algorithm = "warm"
+delta = 1e-6
+batch_size = 500
+epochs = 50
+learning_rate = 1
+noise_multiplier = 1.89
+"""
+
+
+def written(folder, text):
+    path = folder / "one.toml"
+    path.write_text(text)
+    return path
+
+
+def test_whole_numbers_are_numbers(tmp_path):
+    settings = load(written(tmp_path, GOOD + "[sweep]\nlearning_rates = [1, 2.0]\n"))
+    assert settings.name == "one"
+    assert type(settings.learning_rate) is float
+    assert [type(rate) for rate in settings.sweep.learning_rates] == [float, float]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "learning_rats = 0.1\n", "one: unknown setting 'learning_rats'. Known are: "),
+        (GOOD + "[sweep]\nrates = [1.0]\n", r"one, \[sweep\]: unknown setting 'rates'"),
+        (GOOD.replace("batch_size = 500", ""), "one: the setting 'batch_size' is missing"),
+        (GOOD.replace("= 500", "= 500.5"), "batch_size must be of type int, got 500.5"),
+        (GOOD.replace("= 500", "= true"), "batch_size must be of type int, got True"),
+        (GOOD.replace("= 1.89", '= "1.89"'), "noise_multiplier must be of type float, got '1.89'"),
+        (GOOD + "seeds = 3\n", "seeds must be a list of int, got 3"),
+        (GOOD + "seeds = [1.5]\n", "seeds must be of type int"),
+        (GOOD + "seeds = []\n", "at least one seed"),
+        (GOOD + "seeds = [0, 1]\n", "another seed than the sweep"),
+        (GOOD + "sweep = 3\n", r"expected a table \[sweep\], got 3"),
+        (GOOD.replace('"warm"', '"hot"'), "algorithm must be one of cold, warm, pda"),
+        (GOOD.replace('"emnist"', '"mnist"'), "dataset must be one of cifar10, emnist, wikitext2"),
+        (GOOD + "target_epsilon = 1.0\n", "exactly one of noise_multiplier and target_epsilon"),
+        (GOOD + "decay = 100\n", r"decay \(K\) belongs to pda"),
+        (GOOD.replace('"warm"', '"pda"'), r"decay \(K\) belongs to pda"),
+        (GOOD + 'decay_unit = "days"\n', "decay_unit must be epochs or steps"),
+        (GOOD + "learning_rate = 2\n", "one.toml is not TOML: "),
+        ('extends = "two.toml"\n' + GOOD, "cannot read two.toml: No such file"),
+    ],
+)
+def test_errors_say_what_is_wrong_with_a_file(tmp_path, text, message):
+    with pytest.raises(SettingsError, match=message):
+        load(written(tmp_path, text))
+
+
+def test_a_file_overrides_what_it_extends(tmp_path):
+    (tmp_path / "base.toml").write_text(GOOD + "[warm_start]\npatience = 3\nbatch_size = 8\n")
+    text = 'extends = "base.toml"\nlearning_rate = 0.5\n[warm_start]\npatience = 7\n'
+    settings = load(written(tmp_path, text))
+    assert settings.learning_rate == 0.5
+    assert settings.warm_start == WarmStartSettings(patience=7, batch_size=8)
+
+
+def test_a_folder_stands_for_its_files():
+    found = files_of([CONFIGS / "emnist", CONFIGS / "cifar10" / "base.toml"])
+    assert [path.stem for path in found[:2]] == ["cold-e0.48", "cold-e25.80"]
+    assert len(found) == 13
+    # A file that is named is meant, even where it is no run.
+    assert found[-1].stem == "base"
+
+
+def test_set_values_writes_numbers_in_place(tmp_path):
+    text = "# about\nlearning_rate = 0.2  # old\ndecay = 2000\n\n[sweep]\ndecays = [1]\n"
+    path = written(tmp_path, text)
+    set_values(path, learning_rate=0.5, decay=200.0)
+    assert path.read_text() == (
+        "# about\nlearning_rate = 0.5\ndecay = 200\n\n[sweep]\ndecays = [1]\n"
+    )
+    with pytest.raises(SettingsError, match=r"expected one line 'eta = ...', found 0"):
+        set_values(path, eta=1.0)
+
+
+# Runs on made-up data of the right shapes
+
+
+def test_every_network_and_algorithm_runs_three_steps(lines_of_dataset):
+    dataset, lines = lines_of_dataset
+    assert [one["settings"]["algorithm"] for one in lines] == ["cold", "warm", "pda"]
+    for one in lines:
+        assert one["curve"]["step"] == [0, 1, 2, 3]
+        parts = ("validation", "test")
+        assert set(one["final"]) == {
+            f"{iterate}_{part}_{metric}"
+            for iterate in ("last", "average")
+            for part in parts
+            for metric in ("loss", "accuracy")
+        }
+        assert all(math.isfinite(value) for value in one["final"].values())
+        assert one["curve"]["last_test_loss"][0] != one["curve"]["last_test_loss"][-1]
+        assert one["privacy"]["epsilon_pld"] > 0
+        assert one["data"]["label"] == f"synthetic data in the shape of {dataset}"
+        assert line_id(one) == one["id"]
+        json.dumps(one, allow_nan=False)
+    cold, warm, pda = lines
+    assert cold["warm_start"] == {}
+    assert results.same_start(warm, pda)
+    assert not results.same_start(cold, warm)
+
+
+@pytest.fixture(params=["cifar10", "emnist", "wikitext2"])
+def lines_of_dataset(request):
+    """One path per data set and algorithm: what differs elsewhere is numbers, not programs."""
+    dataset = request.param
+    level = {"cifar10": "s20", "emnist": "s1.89", "wikitext2": "s1.08"}[dataset]
+    data = training.Loaded.of(
+        datasets.synthetic(dataset, num_private=24, num_public=8, num_validation=4, num_test=4)
+    )
+    warm_starts = training.WarmStarts()
+    small = {
+        "batch_size": 2,
+        "epochs": 1.0,
+        "public_batch_size": 2,
+        "warm_start": WarmStartSettings(max_epochs=1, batch_size=4, refit=False),
+    }
+    lines = []
+    for algorithm in ("cold", "warm", "pda"):
+        settings = settings_of(f"{dataset}/{algorithm}-{level}", **small)
+        lines += training.run_points([(settings, 1)], data, warm_starts, kind="final", max_steps=3)
+    return dataset, lines
+
+
+def _linear_task():
+    """EMNIST's task with a linear network, which compiles sooner."""
+
+    def init(key):
+        return {"weights": 0.01 * jax.random.normal(key, (784, 47)), "bias": jnp.zeros(47)}
+
+    network = models._classifier(init, _linear)
+    metrics = functools.partial(tasks._image_metrics, network)
+    return tasks.Task(network, network.loss, metrics)
+
+
+def _linear(params, image):
+    return image.reshape(-1) @ params["weights"] + params["bias"]
+
+
+LINEAR = _linear_task()
+
+
+@pytest.fixture(scope="module")
+def small_runs():
+    """Two runs of PDA-DPMD in one call, and each alone."""
+    data = training.Loaded.of(datasets.synthetic("emnist", num_private=48, num_public=16))
+    settings = settings_of(
+        "emnist/pda-s1.89",
+        batch_size=8,
+        epochs=2.0,
+        public_batch_size=4,
+        average_decay=0.5,
+        warm_start=WarmStartSettings(max_epochs=2, batch_size=4),
+    )
+    points = [
+        (dataclasses.replace(settings, learning_rate=0.5, decay=3.0), 1),
+        (dataclasses.replace(settings, learning_rate=0.1, decay=1.0), 2),
+    ]
+    warm_starts = training.WarmStarts()
+
+    def go(points, kind="final"):
+        return training.run_points(points, data, warm_starts, kind=kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "task", lambda dataset: LINEAR)
+        yield points, go
+
+
+def test_runs_together_are_the_runs_alone(small_runs):
+    points, go = small_runs
+    together = go(points)
+    for point, found in zip(points, together, strict=True):
+        [alone] = go([point])
+        assert found["id"] == alone["id"]
+        assert (found["trained_together"], alone["trained_together"]) == (2, 1)
+        for name, values in alone["curve"].items():
+            np.testing.assert_allclose(found["curve"][name], values, atol=2e-5, err_msg=name)
+    first, second = (np.array(found["curve"]["last_test_loss"]) for found in together)
+    assert np.abs(first - second).max() > 1e-3
+    other = dataclasses.replace(points[0][0], noisy_clip_norm=0.0)
+    with pytest.raises(ValueError, match="may differ in learning rate, K and seed only"):
+        go([points[0], (other, 1)])
+
+
+def test_a_sweep_never_looks_at_the_test_split(small_runs):
+    points, go = small_runs
+    [found] = go(points[:1], kind="sweep")
+    assert "test" not in json.dumps(found)
+    assert "average_validation_loss" in found["final"]
+
+
+# Sessions: what is there is not computed again
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """`run_points` without training; returns the list of the points that were asked for."""
+    asked = []
+
+    def fake(points, data, warm_starts, *, kind, on_progress, max_steps):
+        asked.append([(settings.name, settings.learning_rate, seed) for settings, seed in points])
+        data = {"label": data.prepared.label, "num_private": len(data.private)}
+        return [deep_lines.line(settings, seed, kind=kind, **data) for settings, seed in points]
+
+    monkeypatch.setattr(run, "run_points", fake)
+    return asked
+
+
+def session(folder, **options):
+    def read(settings, holdout):
+        return datasets.synthetic(settings.dataset, num_private=8, num_public=2, num_test=2)
+
+    return run.Session(folder, read, quiet=True, **options)
+
+
+def test_a_finished_run_is_skipped_and_a_cut_one_is_computed_again(tmp_path, counted):
+    settings = settings_of("emnist/pda-s1.89", together=1)
+    points = [(settings, seed) for seed in (1, 2, 3)]
+    first = session(tmp_path).lines(points, kind="final")
+    assert [found["seed"] for found in first] == [1, 2, 3]
+    assert len(counted) == 3
+    assert session(tmp_path).lines(points, kind="final") == first
+    assert len(counted) == 3
+    path = tmp_path / "emnist.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"emnist.jsonl, line 3: expected one JSON object"):
+        again = session(tmp_path).lines(points, kind="final")
+    assert again == first
+    assert counted[3:] == [[(settings.name, settings.learning_rate, 3)]]
+    # Another kind of run, other settings and another K are other runs.
+    session(tmp_path).lines(points[:1], kind="sweep")
+    session(tmp_path).lines([(dataclasses.replace(settings, decay=9.0), 1)], kind="final")
+    assert len(counted) == 6
+
+
+def test_how_a_number_is_spelled_makes_no_other_run():
+    settings = settings_of("emnist/pda-s1.89", decay=200.0)
+    spelled = settings_of("emnist/pda-s1.89", decay=200)
+    options = {"kind": "sweep", "seed": 0, "num_private": 8, "label": "x"}
+    assert point_id(settings, **options) == point_id(spelled, **options)
+    other = dataclasses.replace(settings, decay=201.0)
+    assert point_id(settings, **options) != point_id(other, **options)
+
+
+def test_runs_train_together_as_settings_say(tmp_path, counted):
+    settings = settings_of("emnist/warm-s1.89", together=2)
+    session(tmp_path).lines([(settings, seed) for seed in (1, 2, 3)], kind="final")
+    assert [len(group) for group in counted] == [2, 1]
+
+
+def test_no_run_begins_that_would_not_end_in_time(tmp_path, counted, monkeypatch):
+    clock = [0.0]
+
+    def compute(points, data, warm_starts, **options):
+        clock[0] += 40.0
+        counted.append(points)
+        data = {"label": data.prepared.label, "num_private": len(data.private)}
+        return [deep_lines.line(settings, seed, **data) for settings, seed in points]
+
+    monkeypatch.setattr(run, "run_points", compute)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    settings = settings_of("emnist/warm-s1.89", together=1)
+    points = [(settings, seed) for seed in (1, 2, 3)]
+    with pytest.raises(run.OutOfTime):
+        session(tmp_path, deadline=100.0).lines(points, kind="final")
+    # A third run would have ended after 120.
+    assert len(counted) == 2
+    assert len(results.by_id(tmp_path)) == 2
+
+
+def test_commands_say_in_one_line_what_is_wrong(tmp_path, counted, capsys):
+    config = str(CONFIGS / f"{NAME}.toml")
+    options = ["--synthetic", "--quiet", "--results", str(tmp_path)]
+    assert dispatcher.main(["run", config, *options, "--max-seconds", "-1"]) == 3
+    assert "the same command continues" in capsys.readouterr().out
+    assert counted == []
+    assert dispatcher.main(["run", config, *options, "--seeds", "5"]) == 0
+    assert counted == [[(NAME, settings_of(NAME).learning_rate, 5)]]
+    assert dispatcher.main(["run", config, "--results", str(tmp_path), "--max-steps", "3"]) == 2
+    assert "a cut run is no result" in capsys.readouterr().err
+    assert dispatcher.main(["sweep", str(tmp_path / "none.toml"), *options]) == 2
+    assert "error: cannot read none.toml" in capsys.readouterr().err
+
+
+# Sweeps
+
+
+class FakeSession:
+    """Answers a sweep from a formula, and remembers what was asked."""
+
+    def __init__(self, score):
+        self.score, self.tried = score, []
+
+    def lines(self, points, *, kind):
+        assert kind == "sweep"
+        found = []
+        for settings, seed in points:
+            assert seed == settings.sweep.seed == 0
+            point = (settings.algorithm, settings.learning_rate, settings.decay)
+            if point not in self.tried:
+                self.tried.append(point)
+            loss, accuracy = self.score(settings)
+            found.append(deep_lines.line(settings, 0, kind=kind, loss=loss, accuracy=accuracy))
+        return found
+
+
+def peak(rate):
+    """Accuracy is best at `rate`; the loss would choose the smallest rate."""
+
+    def score(settings):
+        return 1 + settings.learning_rate, 0.7 - 0.1 * abs(math.log(settings.learning_rate / rate))
+
+    return score
+
+
+@pytest.mark.parametrize("best", [5.0, 0.2, 0.01])
+def test_a_sweep_widens_until_the_best_rate_has_neighbours(best):
+    fake = FakeSession(peak(best))
+    settings = settings_of("cifar10/warm-s1.51")
+    assert settings.sweep.learning_rates == (0.1, 0.2, 0.5)
+    assert sweep.sweep_of(settings, fake) == {"learning_rate": best}
+    rates = sorted(rate for _, rate, _ in fake.tried)
+    assert {sweep.neighbour(best, -1), best, sweep.neighbour(best, 1)} <= set(rates)
+    low, high = min(best, 0.2), max(best, 0.2)
+    assert rates[0] == sweep.neighbour(low, -1)
+    assert rates[-1] == sweep.neighbour(high, 1)
+
+
+def test_a_sweep_without_end_is_given_up():
+    settings = settings_of("cifar10/warm-s1.51")
+    with pytest.raises(SettingsError, match="keeps moving"):
+        sweep.sweep_of(settings, FakeSession(lambda settings: (1.0, settings.learning_rate / 1e9)))
+
+
+def test_text_is_judged_by_its_loss():
+    fake = FakeSession(
+        lambda settings: (5 + abs(math.log(settings.learning_rate / 2)), settings.learning_rate)
+    )
+    assert sweep.sweep_of(settings_of("wikitext2/warm-s0.5"), fake) == {"learning_rate": 2.0}
+
+
+def test_a_run_that_diverged_is_never_chosen():
+    def score(settings):
+        diverged = settings.learning_rate > 0.2
+        return (None, 0.99) if diverged else (1.0, 0.5 + settings.learning_rate)
+
+    fake = FakeSession(score)
+    assert sweep.sweep_of(settings_of("cifar10/cold-s1.51"), fake) == {"learning_rate": 0.2}
+
+
+def test_k_is_searched_by_loss_at_the_best_rate_of_warm():
+    def score(settings):
+        if settings.algorithm == "warm":
+            return peak(0.2)(settings)
+        # The loss wants K = 500, the accuracy K = 5000, and then a larger rate.
+        loss = 1 + abs(math.log(settings.decay / 500))
+        return loss, 0.5 + settings.decay / 1e5 + 0.01 * settings.learning_rate
+
+    settings = settings_of("cifar10/pda-s1.51")
+    fake = FakeSession(score)
+    assert sweep.sweep_of(settings, fake) == {"learning_rate": 0.5, "decay": 500.0}
+    tried = [point[1:] for point in fake.tried if point[0] == "pda"]
+    assert tried == [(0.2, decay) for decay in settings.sweep.decays] + [(0.1, 500), (0.5, 500)]
+    assert {point[1] for point in fake.tried if point[0] == "warm"} == {0.1, 0.2, 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("cifar10/pda-s20", {"rate_from": None}, "rate_from must name warm's settings"),
+        ("cifar10/pda-s20", {"decays": ()}, "decays is empty"),
+        ("cifar10/warm-s20", {"learning_rates": ()}, "learning_rates is empty"),
+        ("cifar10/warm-s20", {"learning_rates": (0.3,)}, "1, 2 or 5 times a power of ten"),
+    ],
+)
+def test_a_sweep_that_cannot_begin_says_why(name, changes, message):
+    settings = settings_of(name)
+    settings = dataclasses.replace(settings, sweep=dataclasses.replace(settings.sweep, **changes))
+    with pytest.raises(SettingsError, match=message):
+        sweep.sweep_of(settings, FakeSession(peak(0.05)))
+
+
+def test_the_command_writes_the_best_back_unless_told_not_to(tmp_path, counted, monkeypatch):
+    base = (CONFIGS / "emnist" / "base.toml").read_text()
+    (tmp_path / "base.toml").write_text(base)
+    path = tmp_path / "cold-s1.89.toml"
+    path.write_text((CONFIGS / f"{NAME}.toml").read_text())
+    monkeypatch.setattr(sweep, "open_session", lambda arguments: FakeSession(peak(0.5)))
+    before = path.read_text()
+    for option in ("--keep", "--synthetic"):
+        assert dispatcher.main(["sweep", str(path), option]) == 0
+        assert path.read_text() == before
+    assert dispatcher.main(["sweep", str(path)]) == 0
+    assert load(path).learning_rate == 0.5
+
+
+def test_neighbours():
+    examined = doctest.testmod(sweep)
+    assert examined.attempted > 0
+    assert examined.failed == 0
+    rate = 1e-3
+    for _ in range(12):
+        assert sweep.neighbour(sweep.neighbour(rate, 1), -1) == rate
+        rate = sweep.neighbour(rate, 1)
+    assert rate == 10.0

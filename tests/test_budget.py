@@ -1,0 +1,398 @@
+"""Budgets that span runs: the filter, what is refused, what is bound to what, the command line."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+import mirrordp
+from mirrordp import Adjacency, Budget, PrivateData, accounting, cli
+from mirrordp._files import LockedError, StorageError
+from mirrordp.budget import BudgetError, choose_orders, renyi_limit
+from mirrordp.ledger import Block, FileLedger, LedgerError
+from tests import tools
+from tests.test_cli_fit import make_table
+from tests.tools import last, mechanism, sgd
+
+EPSILON, DELTA = 3.0, 1e-6
+ROWS = PrivateData(tools.features())
+GAUSSIAN = dp_accounting.GaussianDpEvent(4.0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "budget"
+
+
+@pytest.fixture
+def budget(folder):
+    with Budget.create(folder, epsilon=EPSILON, delta=DELTA, data=ROWS) as made:
+        yield made
+
+
+def until_refused(action) -> int:
+    """How often it can be done."""
+    for count in itertools.count():
+        try:
+            action()
+        except BudgetError:
+            return count
+    raise AssertionError
+
+
+def train(budget, private=ROWS, **options):
+    defaults = {"mechanism": mechanism(), "optimizer": sgd(0.1), "seed": 0, "steps_per_call": 5}
+    theta = np.zeros(tools.FEATURES, np.float32)
+    return mirrordp.train(
+        tools.squared_distance, theta, private, budget=budget, **(defaults | options)
+    )
+
+
+class TestFilter:
+    @pytest.mark.parametrize("order", [5.0, 8.5, 30.0])
+    def test_the_limit_is_the_inverse_of_the_known_conversion(self, order):
+        limit = renyi_limit(EPSILON, DELTA, order)
+        found, _ = dp_accounting.rdp.compute_epsilon([order], [limit], DELTA)
+        assert found == pytest.approx(EPSILON, rel=1e-12)
+
+    @pytest.mark.parametrize("epsilon", [0.05, 1.0, 3.0, 20.0])
+    def test_orders_share_delta_and_are_useful(self, epsilon):
+        orders = choose_orders(epsilon, DELTA)
+        assert sum(orders.values()) <= DELTA * (1 + 1e-12)
+        assert all(renyi_limit(epsilon, share, order) > 0 for order, share in orders.items())
+        best, share = max(orders.items(), key=lambda pair: pair[1])
+        value = renyi_limit(epsilon, share, best) / best
+        for other in (0.9 * best, 1.1 * best):
+            assert renyi_limit(epsilon, share, other) / other < value
+
+    def test_admits_until_some_order_allows_no_more(self, budget):
+        spent = until_refused(lambda: budget.charge(GAUSSIAN))
+        # The same from the definition: α·spent/2σ² within the limit at some order.
+        room = max(
+            2 * 4.0**2 * renyi_limit(EPSILON, share, order) / order
+            for order, share in choose_orders(EPSILON, DELTA).items()
+        )
+        assert spent == math.floor(room)
+        whole = dp_accounting.SelfComposedDpEvent(GAUSSIAN, spent)
+        exact = accounting.epsilon(whole, DELTA, adjacency=Adjacency.ZERO_OUT)
+        assert 0.8 * EPSILON < exact.epsilon <= EPSILON
+        assert budget.status.used <= 1
+
+    @staticmethod
+    def adaptive_delta(first: float, next_noise) -> float:
+        """Exact δ(ε) of two Gaussians, the second with noise chosen after the first was seen.
+
+        Given x, the privacy loss so far is (2x − 1)/2σ² under x ~ N(1, σ²), and what is left is the
+        profile of one Gaussian at the remaining ε.
+        """
+        x = np.linspace(1 - 12 * first, 1 + 12 * first, 20_001)
+        density = stats.norm.pdf(x, 1, first)
+        left = EPSILON - (2 * x - 1) / (2 * first**2)
+        mu = np.array([1 / next_noise(value) for value in x])
+        with np.errstate(over="ignore"):
+            delta = stats.norm.cdf(mu / 2 - left / mu) - np.exp(left) * stats.norm.cdf(
+                -mu / 2 - left / mu
+            )
+        return float(integrate.trapezoid(density * delta, x))
+
+    def test_adaptive_runs_stay_private_and_a_careless_filter_would_not(self, tmp_path):
+        """The second run spends all that is left where the first already gave much away."""
+        first = 2.0
+        with Budget.create(tmp_path / "b", epsilon=EPSILON, delta=DELTA, data=ROWS) as budget:
+            budget.charge(dp_accounting.GaussianDpEvent(first))
+            strongest, meek = budget.least_noise, 50.0
+        found = self.adaptive_delta(first, lambda x: strongest if x > 1 else meek)
+        assert 0 < found <= DELTA
+        # A filter that takes ε itself for the limit lets far too much through.
+        order = max(choose_orders(EPSILON, DELTA))
+        careless = math.sqrt(order / (2 * (EPSILON - order / (2 * first**2))))
+        assert self.adaptive_delta(first, lambda x: careless if x > 1 else meek) > DELTA
+
+    def test_the_least_noise_fits_and_a_little_less_does_not(self, budget):
+        budget.charge(GAUSSIAN)
+        noise = budget.least_noise
+        budget.admit_event(dp_accounting.GaussianDpEvent(noise * (1 + 1e-6)))
+        with pytest.raises(BudgetError):
+            budget.admit_event(dp_accounting.GaussianDpEvent(noise * (1 - 1e-6)))
+
+    def test_replace_counts_twice_the_distance(self, tmp_path):
+        found = {}
+        for adjacency in (Adjacency.ZERO_OUT, Adjacency.REPLACE):
+            with Budget.create(
+                tmp_path / adjacency.value, epsilon=1, delta=1e-6, data=ROWS, adjacency=adjacency
+            ) as budget:
+                found[adjacency] = budget.least_noise
+        assert found[Adjacency.REPLACE] == pytest.approx(2 * found[Adjacency.ZERO_OUT])
+
+    def test_what_has_no_renyi_analysis_is_refused(self, tmp_path):
+        with Budget.create(
+            tmp_path / "b", epsilon=1, delta=1e-6, data=ROWS, adjacency=Adjacency.REPLACE
+        ) as budget:
+            event = accounting.poisson_event(4.0, sampling_prob=0.1, num_steps=3)
+            with pytest.raises(BudgetError, match="Renyi analysis"):
+                budget.admit_event(event)
+
+    def test_no_noise_is_refused(self, budget):
+        with pytest.raises(BudgetError):
+            budget.charge(dp_accounting.GaussianDpEvent(0.0))
+        assert budget.status.charges == 0
+
+
+class TestRuns:
+    def test_runs_compose_and_one_too_many_is_refused_before_it_starts(self, budget):
+        one = mechanism(noise_multiplier=2.5)
+        runs = until_refused(lambda: last(train(budget, mechanism=one)))
+        assert runs == budget.status.runs > 1
+        assert budget.ledger.event == dp_accounting.SelfComposedDpEvent(
+            one.event.event, runs * one.num_steps
+        )
+
+    def test_refused_before_any_row_is_used(self, budget, monkeypatch):
+        def fail(*_):
+            raise AssertionError("a private row was read")
+
+        monkeypatch.setattr("mirrordp.training.excluded_rows", fail)
+        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        with pytest.raises(BudgetError, match="within the budget"):
+            train(
+                budget,
+                mechanism=mechanism(noise_multiplier=0.3),
+                public=mirrordp.PublicData(tools.features(rows=4, seed=1)),
+            )
+        assert budget.status.charges == 0
+
+    def test_an_aborted_run_pays_for_the_blocks_that_were_charged(self, budget):
+        steps = train(budget)
+        next(steps)
+        steps.close()
+        assert budget.ledger.event == mechanism().event_between(0, 5)
+
+    def test_a_block_is_charged_before_it_runs(self, budget, monkeypatch):
+        seen = []
+
+        def look(*_):
+            seen.append(FileLedger.read(budget.ledger.path).event)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("mirrordp.training._run_passes", look)
+        with pytest.raises(KeyboardInterrupt):
+            next(train(budget))
+        assert seen == [mechanism().event_between(0, 5)]
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"unit": "user"}, {"adjacency": Adjacency.REPLACE, "sampling": mirrordp.FullBatch.of(40)}],
+    )
+    def test_one_adjacency_and_one_unit(self, budget, other):
+        with pytest.raises(BudgetError, match="One budget has one of each"):
+            train(budget, mechanism=mechanism(**other))
+
+    def test_other_rows_are_refused_or_acknowledged_never_a_fresh_start(self, folder, budget):
+        budget.charge(GAUSSIAN)
+        used = budget.status.used
+        budget.close()
+        other = PrivateData(tools.features(seed=9))
+        with Budget.open(folder) as opened, pytest.raises(BudgetError, match="no fresh budget"):
+            train(opened, private=other)
+        with pytest.raises(BudgetError, match="no fresh budget"):
+            Budget.open(folder, data=other)
+        with Budget.open(folder, data=other, data_changed=True) as opened:
+            assert opened.status.used == used
+            last(train(opened, private=other))
+            assert opened.status.used > used
+        with pytest.raises(BudgetError, match="no fresh budget"):
+            Budget.open(folder, data=ROWS)
+        with pytest.raises(LedgerError, match="never made afresh"):
+            Budget.create(folder, epsilon=EPSILON, delta=DELTA, data=ROWS)
+
+    def test_charging_needs_the_data(self, folder, budget):
+        budget.close()
+        with Budget.open(folder) as opened, pytest.raises(BudgetError, match="data="):
+            opened.charge(GAUSSIAN)
+
+    def test_a_report_states_the_budget_and_nothing_about_the_data(self, budget):
+        last(train(budget))
+        report = mirrordp.RunReport.of(mechanism(), 1e-6, budget=budget)
+        text = report.to_json() + report.privacy_card()
+        assert report.ledger == {
+            **budget.ledger.position._asdict(),
+            "budget": {
+                "epsilon": EPSILON, "delta": DELTA, "runs": 1, "used": budget.status.used,
+            },
+        }  # fmt: skip
+        assert "however they were chosen" in text
+        assert budget.ledger.position.head in text
+        secrets = [record["data"]["fingerprint"] for record in budget.ledger.records[:1]]
+        secrets.append((budget.folder / "secret.key").read_text())
+        assert not any(secret in text for secret in secrets)
+
+    def test_fingerprints_are_keyed(self, tmp_path):
+        found = set()
+        for name in ("a", "b"):
+            with Budget.create(tmp_path / name, epsilon=1, delta=1e-6, data=ROWS) as budget:
+                found.add(budget.ledger.records[0]["data"]["fingerprint"])
+        assert len(found) == 2
+
+    def test_only_its_owner_can_read_it(self, budget):
+        assert budget.folder.stat().st_mode & 0o777 == 0o700
+        for path in budget.folder.iterdir():
+            assert path.stat().st_mode & 0o777 == 0o600
+
+    def test_a_lost_key_is_an_error(self, folder, budget):
+        budget.close()
+        (folder / "secret.key").unlink()
+        with pytest.raises(StorageError, match="key of the data fingerprint"):
+            Budget.open(folder, data=ROWS)
+
+    def test_a_plain_ledger_is_no_budget(self, tmp_path):
+        (tmp_path / "b").mkdir()
+        FileLedger.create(tmp_path / "b" / "ledger.jsonl", Adjacency.ZERO_OUT).close()
+        with pytest.raises(LedgerError, match="budget init"):
+            Budget.open(tmp_path / "b")
+
+    def test_ledger_and_budget_exclude_each_other(self, budget):
+        with pytest.raises(ValueError, match="got both"):
+            train(budget, ledger=mirrordp.Ledger(Adjacency.ZERO_OUT))
+
+
+HOLD = """
+import sys, mirrordp
+budget = mirrordp.Budget.open(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes(folder, budget):
+    budget.charge(GAUSSIAN, block=Block("a", 0, 1))
+    budget.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(LockedError, match=f"process {holder.pid} on"):
+            Budget.open(folder)
+        assert Budget.status_of(folder).runs == 1
+        # However it ends, the budget is free again.
+        holder.kill()
+        holder.wait()
+        Budget.open(folder, wait=10).close()
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def files(self, tmp_path):
+        make_table(tmp_path / "private.csv", 400, 0)
+        make_table(tmp_path / "public.csv", 60, 1)
+        return tmp_path
+
+    def init(self, files, *options):
+        data = ["--data", str(files / "private.csv"), *options]
+        return cli.main(
+            ["budget", "init", str(files / "b"), "--epsilon", "3", "--delta", "1e-6", *data]
+        )
+
+    def fit(self, files, out="model", epsilon="1", *options):
+        return cli.main(
+            [
+                *("fit", "--private", str(files / "private.csv"), "--target", "y", "--task"),
+                *("regression", "--public", str(files / "public.csv"), "--ignore", "id"),
+                *("--budget", str(files / "b"), "--epsilon", epsilon, "--out", str(files / out)),
+                *options,
+            ]
+        )
+
+    def test_init_fit_show(self, files, capsys):
+        assert self.init(files) == 0
+        assert "epsilon 3, delta 1e-06 for all runs together" in capsys.readouterr().out
+        assert self.fit(files) == 0
+        assert "Budget: 16% used after 1 run" in capsys.readouterr().out
+        assert {path.name for path in files.iterdir()} == {
+            *("private.csv", "public.csv", "b", "model"),
+        }
+        assert cli.main(["budget", "show", str(files / "b"), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        report = json.loads((files / "model" / "report.json").read_text())
+        assert report["delta"] == 1e-6
+        assert report["ledger"]["head"] == shown["ledger"]["head"]
+        assert shown["runs"] == 1
+        assert 0.15 < shown["used"] < 0.17
+
+    def test_too_much_is_refused_before_any_file_is_read(self, files, capsys, monkeypatch):
+        assert self.init(files) == 0
+        for name in ("read_table", "read_batches"):
+            monkeypatch.setattr(f"mirrordp.tabular.{name}", pytest.fail)
+        monkeypatch.setattr("mirrordp._fingerprint.of_file", pytest.fail)
+        capsys.readouterr()
+        assert self.fit(files, epsilon="3") == 2
+        message = capsys.readouterr().err
+        assert "at most epsilon 2.7" in message
+        assert not (files / "model").exists()
+        assert not (files / "model.run").exists()
+
+    def test_what_it_says_would_fit_does(self, files, capsys):
+        assert self.init(files) == 0
+        assert self.fit(files, epsilon="2.7") == 0
+        assert cli.main(["budget", "show", str(files / "b")]) == 0
+        assert "98" in capsys.readouterr().out
+
+    def test_a_changed_file(self, files, capsys):
+        assert self.init(files) == 0
+        make_table(files / "private.csv", 401, 5)
+        assert self.fit(files) == 2
+        assert "no fresh budget" in capsys.readouterr().err
+        assert self.fit(files, "model", "1", "--data-changed") == 0
+        assert cli.main(["budget", "show", str(files / "b")]) == 0
+        assert "by 1 run" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("options", [["--adjacency", "add-remove"], ["--unit", "user"]])
+    def test_a_budget_of_another_kind(self, files, capsys, options):
+        assert self.init(files, *options) == 0
+        assert self.fit(files) == 2
+        assert "a fit cannot be charged to it" in capsys.readouterr().err
+
+    def test_replace(self, files):
+        assert self.init(files, "--adjacency", "replace") == 0
+        assert self.fit(files) == 0
+        report = json.loads((files / "model" / "report.json").read_text())
+        assert report["adjacency"] == "replace"
+        assert 0.15 < report["ledger"]["budget"]["used"] < 0.17
+
+    def test_another_process_has_it(self, files, capsys):
+        assert self.init(files) == 0
+        with Budget.open(files / "b"):
+            assert self.fit(files) == 2
+            message = capsys.readouterr().err
+            assert f"in use by process {os.getpid()}" in message
+            assert cli.main(["budget", "show", str(files / "b")]) == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (["budget"], "init or show"),
+            (["budget", "show", "nowhere"], "expected a budget in 'nowhere'"),
+            (["budget", "init", "x", "--epsilon", "1", "--delta", "1e-6"], "--data"),
+            (
+                ["budget", "init", "x", "--epsilon", "1", "--delta", "1e-6", "--data", "nowhere"],
+                "expected a data file that can be read",
+            ),
+        ],
+    )
+    def test_bad_input(self, capsys, arguments, expected, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(arguments) == 2
+        assert expected in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())

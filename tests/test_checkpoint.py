@@ -1,0 +1,611 @@
+"""Checkpoints: resuming is the same run to the bit, damage is survived or named, secrets stay."""
+
+import errno
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrordp
+from mirrordp import (
+    Budget,
+    Checkpoint,
+    FileLedger,
+    Ledger,
+    PrivateData,
+    PublicData,
+    accounting,
+    cli,
+    linear,
+    training,
+)
+from mirrordp._files import LockedError
+from mirrordp.budget import BudgetError
+from mirrordp.checkpoint import (
+    CheckpointError,
+    Saved,
+    checkpoint_files,
+    from_arrays,
+    program,
+    to_arrays,
+)
+from mirrordp.ledger import LedgerError, Position
+from tests import tools
+from tests.test_cli_fit import fit_options, make_table
+from tests.test_training import bits
+from tests.tools import last, mechanism, sgd
+
+PRIVATE = PrivateData(tools.features())
+PUBLIC = PublicData(tools.features(rows=10, seed=1))
+THETA = jnp.array([0.5, -0.5, 0.25])
+ADAM = optax.adam(0.1)
+MECHANISM = mechanism()
+
+
+def run(folder=None, *, private=PRIVATE, public=PUBLIC, loss=tools.squared_distance, **options):
+    """A small run; with a folder it keeps checkpoints there."""
+    checkpoint = {
+        name: options.pop(name) for name in ("every", "resume", "keep") if name in options
+    }
+    defaults = {
+        "mechanism": MECHANISM,
+        "optimizer": ADAM,
+        "alpha": 0.5,
+        "average": mirrordp.UniformAverage(),
+        "seed": 0,
+        "steps_per_call": 3,
+        "checkpoint": None if folder is None else Checkpoint(folder, **checkpoint),
+    }
+    return mirrordp.train(loss, options.pop("params", THETA), private, public,
+                          **(defaults | options))  # fmt: skip
+
+
+def interrupted(folder, yields, **options):
+    """A run that stops after so many yields, as a process that was killed there."""
+    steps = run(folder, **options)
+    for _ in range(yields):
+        next(steps)
+    steps.close()
+
+
+@functools.cache
+def uninterrupted():
+    return last(run())
+
+
+class TestResume:
+    @pytest.mark.parametrize("yields", [0, 1, 3, 4])
+    def test_to_the_bit(self, tmp_path, yields):
+        state, info = uninterrupted()
+        interrupted(tmp_path / "run", yields)
+        resumed = list(run(tmp_path / "run", resume=True))
+        # The state of the checkpoint comes once more: its receiver may not have survived it.
+        assert [found.step for _, found in resumed] == [3, 6, 9, 12][max(0, yields - 1) :]
+        assert bits(resumed[-1][0]) == bits(state)
+        np.testing.assert_array_equal(resumed[-1][1].noisy_grad_norm, info.noisy_grad_norm)
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {
+                "mechanism": mechanism(
+                    sampling=mirrordp.CyclicPoissonSampling.for_batch_size(
+                        5, num_examples=40, num_groups=3
+                    ),
+                    noise=mirrordp.BandedNoise((1.0, 0.5, 0.2)),
+                )
+            },
+            {"alpha": [0.5, 0.0, 1.0] * 4, "show_unprivatized": True, "public_batch_size": 4},
+            {
+                "loss": tools.keyed_distance,
+                "private": PrivateData({"x": tools.features(), "weight": np.ones(40, np.float32)}),
+                "public": None,
+                "alpha": 1.0,
+                "stream": True,
+            },
+            {
+                "optimizer": mirrordp.updates.mirror_descent(mirrordp.mirror.EuclideanMap(3), 0.1),
+                "alpha": 1.0,
+                "every": 2,
+                "params": {"a": THETA.astype(jnp.bfloat16)[:1].astype(jnp.float32), "b": THETA[1:]},
+                "loss": lambda p, x: tools.squared_distance(jnp.concatenate([p["a"], p["b"]]), x),
+            },
+        ],
+        ids=["banded noise", "alpha schedule", "keyed loss, streamed", "mirror descent"],
+    )
+    def test_every_part_of_the_state(self, tmp_path, options):
+        plain = {name: value for name, value in options.items() if name != "every"}
+        state, info = last(run(**plain))
+        interrupted(tmp_path / "run", 3, **options)
+        again, found = last(run(tmp_path / "run", resume=True, **options))
+        assert bits(again) == bits(state)
+        assert found.charged_steps == info.charged_steps
+        if info.unprivatized is not None:
+            assert found.unprivatized is not None
+            assert bits(found.unprivatized) == bits(info.unprivatized)
+        charged = options.get("mechanism", MECHANISM).event_between(0, info.charged_steps)
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == charged
+
+    def test_randomness_of_the_system_is_kept_until_the_end(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("secrets.randbits", lambda _: 123)
+        whole, _ = last(run(seed=None))
+        interrupted(tmp_path / "run", 2, seed=None)
+        # Fresh randomness now would be another run.
+        monkeypatch.setattr("secrets.randbits", lambda _: 456)
+        resumed, _ = last(run(tmp_path / "run", resume=True, seed=None))
+        assert bits(resumed) == bits(whole)
+
+    def test_a_step_that_was_charged_and_not_kept_is_charged_once(self, tmp_path, monkeypatch):
+        steps = run(tmp_path / "run")
+        next(steps)
+        monkeypatch.setattr(training, "_save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        monkeypatch.undo()
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").records[-1]["stop"] == 6
+        state, _ = last(run(tmp_path / "run", resume=True))
+        assert bits(state) == bits(uninterrupted()[0])
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
+    def test_the_order_is_randomness_charge_result_checkpoint_yield(self, tmp_path, monkeypatch):
+        folder, order = tmp_path / "run", []
+
+        def record(name, function):
+            def called(*args, **options):
+                order.append(name)
+                return function(*args, **options)
+
+            return called
+
+        monkeypatch.setattr(training, "_save", record("save", training._save))
+        monkeypatch.setattr(FileLedger, "charge", record("charge", FileLedger.charge))
+        monkeypatch.setattr(training, "_run_passes", record("run", training._run_passes))
+        for _ in run(folder):
+            order.append("yield")
+        assert order == ["save", *["charge", "run", "save", "yield"] * 4]
+
+    def test_two_runs_in_one_folder_share_its_ledger(self, tmp_path):
+        for _ in range(2):
+            last(run(tmp_path / "run"))
+        ledger = FileLedger.read(tmp_path / "run" / "ledger.jsonl")
+        assert ledger.event == dp_accounting_repeated(MECHANISM.event, 2)
+
+    def test_an_unfinished_run_is_not_overwritten(self, tmp_path):
+        interrupted(tmp_path / "run", 1)
+        with pytest.raises(CheckpointError, match="Resume it"):
+            run(tmp_path / "run")
+
+    def test_with_a_ledger_file_of_ones_own(self, tmp_path):
+        with FileLedger.create(tmp_path / "ledger.jsonl", MECHANISM.adjacency) as ledger:
+            interrupted(tmp_path / "run", 2, ledger=ledger)
+            last(run(tmp_path / "run", resume=True, ledger=ledger))
+            assert ledger.event == MECHANISM.event
+        assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+    def test_a_ledger_in_memory_would_not_survive(self, tmp_path):
+        with pytest.raises(ValueError, match="survives a crash"):
+            run(tmp_path / "run", ledger=Ledger(MECHANISM.adjacency))
+
+    def test_a_budget_pays_once_and_is_asked_again(self, tmp_path):
+        options = {"epsilon": 3.0, "delta": 1e-6, "data": PRIVATE}
+        with Budget.create(tmp_path / "budget", **options) as budget:
+            interrupted(tmp_path / "run", 2, budget=budget)
+            assert budget.ledger.event == MECHANISM.event_between(0, 6)
+            last(run(tmp_path / "run", resume=True, budget=budget))
+            assert budget.ledger.event == MECHANISM.event
+            # Another run took what the unfinished one would need.
+            interrupted(tmp_path / "other", 1, budget=budget)
+            budget.charge(accounting.full_batch_event(1.01 * budget.least_noise, num_steps=1))
+            with pytest.raises(BudgetError, match="within the budget"):
+                run(tmp_path / "other", resume=True, budget=budget)
+
+
+def dp_accounting_repeated(event, count):
+    return type(event)(event.event, count * event.count)
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"mechanism": mechanism(noise_multiplier=5.0)}, "mechanism"),
+            ({"mechanism": mechanism(l2_clip_norm=2.0)}, "mechanism"),
+            ({"optimizer": optax.adam(0.1001)}, "optimizer"),
+            ({"optimizer": sgd(0.1)}, "optimizer"),
+            ({"alpha": 0.6}, "alpha"),
+            ({"average": None}, "average"),
+            ({"seed": 1}, "seed"),
+            ({"seed": None}, "seed"),
+            ({"steps_per_call": 4}, "steps_per_call"),
+            ({"noisy_clip_norm": 1.0}, "noisy_clip_norm"),
+            ({"scale_noise": False}, "scale_noise"),
+            ({"params": THETA + 1}, "starting parameters"),
+            ({"loss": lambda p, x: 2 * tools.squared_distance(p, x)}, "loss_fn"),
+            ({"private": PrivateData(tools.features() + np.float32(1e-6))}, "private data"),
+            ({"private": PrivateData(tools.features()[::-1].copy())}, "private data"),
+            ({"public": PublicData(tools.features(rows=10, seed=2))}, "public data"),
+        ],
+    )
+    def test_another_run(self, tmp_path, options, named):
+        interrupted(tmp_path / "run", 1)
+        with pytest.raises(CheckpointError, match=f"differs in:.*{named}"):
+            run(tmp_path / "run", resume=True, **options)
+        # Nothing was lost by trying.
+        state, _ = last(run(tmp_path / "run", resume=True))
+        assert bits(state) == bits(uninterrupted()[0])
+
+    def test_another_version_of_a_library(self, tmp_path, monkeypatch):
+        interrupted(tmp_path / "run", 1)
+        monkeypatch.setattr("mirrordp.checkpoint.library_versions", lambda: {"jax": "0.0.1"})
+        with pytest.raises(CheckpointError, match=r"version of jax \(.* then, 0.0.1 now\)"):
+            run(tmp_path / "run", resume=True)
+
+    def test_the_values_a_loss_closes_over(self):
+        def loss(scale):
+            return lambda x: jnp.sum(jnp.asarray(scale) * x)
+
+        x = jax.ShapeDtypeStruct((100,), jnp.float32)
+        ones, other = np.ones(100, np.float32), np.ones(100, np.float32)
+        other[7] = 2
+        assert program(loss(ones), x) == program(loss(ones.copy()), x)
+        assert program(loss(ones), x) != program(loss(other), x)
+        assert program(loss(jnp.asarray(ones)), x) != program(loss(jnp.asarray(other)), x)
+
+    def test_a_ledger_with_a_cut_tail_or_another_one(self, tmp_path):
+        with FileLedger.create(tmp_path / "a.jsonl", MECHANISM.adjacency) as ledger:
+            interrupted(tmp_path / "run", 2, ledger=ledger)
+        with (
+            FileLedger.create(tmp_path / "b.jsonl", MECHANISM.adjacency) as other,
+            pytest.raises(LedgerError, match="old copy"),
+        ):
+            run(tmp_path / "run", resume=True, ledger=other)
+
+    def test_two_at_once(self, tmp_path):
+        steps = run(tmp_path / "run")
+        next(steps)
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+            run(tmp_path / "run", resume=True)
+        steps.close()
+        last(run(tmp_path / "run", resume=True))
+
+    def test_a_mistake_leaves_no_lock_behind(self, tmp_path):
+        interrupted(tmp_path / "run", 1)
+        with pytest.raises(CheckpointError, match="differs") as kept:
+            run(tmp_path / "run", resume=True, seed=5)
+        last(run(tmp_path / "run", resume=True))
+        assert kept.tb is not None  # its frames were alive all the while
+
+    def test_rare_checkpoints_need_exact_replay(self, tmp_path, monkeypatch):
+        class Gpu:
+            platform = "gpu"
+
+        monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
+        Checkpoint(tmp_path)
+        with pytest.raises(ValueError, match="deterministic_ops"):
+            Checkpoint(tmp_path, every=2)
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+        Checkpoint(tmp_path, every=2)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "garbage"])
+    def test_the_one_before_is_used(self, tmp_path, damage):
+        interrupted(tmp_path / "run", 3)
+        newest = max(checkpoint_files(tmp_path / "run").items())[1]
+        spoil(newest, damage)
+        with pytest.warns(UserWarning, match="going on from the one before"):
+            resumed = list(run(tmp_path / "run", resume=True))
+        assert [info.step for _, info in resumed] == [6, 9, 12]
+        assert bits(resumed[-1][0]) == bits(uninterrupted()[0])
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
+    def test_none_left_is_an_error(self, tmp_path):
+        interrupted(tmp_path / "run", 3)
+        files = checkpoint_files(tmp_path / "run")
+        assert len(files) == 2
+        for path in files.values():
+            spoil(path, "flipped")
+        with pytest.raises(CheckpointError, match="2 that are cut or changed"):
+            run(tmp_path / "run", resume=True)
+
+    def test_any_flipped_bit_is_noticed(self):
+        saved = Saved("a", 5, {"x": "y"}, Position(1, "h"), {"step": 3}, {"w": np.arange(3.0)})
+        content = saved.to_bytes()
+        back = Saved.from_bytes(content)
+        assert (back.run, back.entropy, back.position) == ("a", 5, {"step": 3})
+        np.testing.assert_array_equal(back.arrays["w"], np.arange(3.0))
+        for at in range(len(content)):
+            changed = bytearray(content)
+            changed[at] ^= 1 << (at % 8)
+            with pytest.raises(ValueError):
+                Saved.from_bytes(bytes(changed))
+
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+    def test_what_cannot_be_written_can_be_resumed_later(self, tmp_path, monkeypatch, code):
+        def fail(*_, **__):
+            raise OSError(code, os.strerror(code))
+
+        steps = run(tmp_path / "run")
+        next(steps)
+        real = mirrordp._files.write_atomically
+
+        def only_checkpoints(path, *args, **options):
+            return fail() if "checkpoint" in path.name else real(path, *args, **options)
+
+        monkeypatch.setattr(mirrordp._files, "write_atomically", only_checkpoints)
+        with pytest.raises(CheckpointError, match="resumed from the checkpoint before"):
+            next(steps)
+        monkeypatch.undo()
+        state, _ = last(run(tmp_path / "run", resume=True))
+        assert bits(state) == bits(uninterrupted()[0])
+
+    def test_a_ledger_that_cannot_be_written_stops_the_run_before_the_block(
+        self, tmp_path, monkeypatch
+    ):
+        steps = run(tmp_path / "run")
+        next(steps)
+        monkeypatch.setattr(training, "_run_passes", pytest.fail)
+        monkeypatch.setattr(os, "write", functools.partial(raise_full, os.write))
+        with pytest.raises(LedgerError, match="No space left"):
+            next(steps)
+        monkeypatch.undo()
+        state, _ = last(run(tmp_path / "run", resume=True))
+        assert bits(state) == bits(uninterrupted()[0])
+
+    def test_a_real_full_disk(self, tmp_path):
+        """A limit on the size of files, which the kernel enforces."""
+        code = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert code.stdout.startswith("CheckpointError: expected a run folder"), code
+        assert "File too large" in code.stdout
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointError, match="can be made and written"):
+            run(tmp_path / "file" / "run")
+
+
+FULL_DISK = """
+import resource, signal, sys
+import jax.numpy as jnp
+import mirrordp
+from tests import tools
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    mirrordp.Checkpoint(sys.argv[1])
+    run = mirrordp.Checkpoint(sys.argv[1]).open(mirrordp.Adjacency.ZERO_OUT)
+    run.verify({}, 0)
+    run.save({}, {"w": jnp.zeros(1000)})
+except mirrordp.StorageError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def raise_full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def spoil(path, damage):
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "flipped": content[:-3] + bytes([content[-3] ^ 4]) + content[-2:],
+            "empty": b"",
+            "garbage": b"\x80\x04cos\nsystem\n",
+        }[damage]
+    )
+
+
+class TestSecrets:
+    def test_for_the_owner_alone_and_gone_at_the_end(self, tmp_path):
+        folder = tmp_path / "run"
+        interrupted(folder, 3)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        names = {path.name for path in folder.iterdir()}
+        assert {"checkpoint-00000003", "checkpoint-00000004", "secret.key"} <= names
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+        last(run(folder, resume=True))
+        assert {path.name for path in folder.iterdir()} == {
+            "lock", "ledger.jsonl", "ledger.jsonl.head", "ledger.jsonl.lock",
+        }  # fmt: skip
+
+    def test_half_a_checkpoint_is_as_secret(self, tmp_path):
+        """What a process leaves that was killed while it wrote."""
+        interrupted(tmp_path / "run", 1)
+        for name in (".checkpoint-00000003.a1b2", ".secret.key.c3", ".ledger.jsonl.head.d4"):
+            (tmp_path / "run" / name).write_bytes(b"noise")
+        last(run(tmp_path / "run", resume=True))
+        assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+    def test_kept_if_asked_for(self, tmp_path):
+        state, _ = last(run(tmp_path / "run", keep=True))
+        assert len(checkpoint_files(tmp_path / "run")) == 2
+        # A result that was lost after the end is still there, and costs nothing.
+        again = list(run(tmp_path / "run", keep=True, resume=True))
+        assert [info.step for _, info in again] == [12]
+        assert bits(again[0][0]) == bits(state)
+        Checkpoint(tmp_path / "run").remove()
+        assert not checkpoint_files(tmp_path / "run")
+        assert not (tmp_path / "run" / "secret.key").exists()
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
+    def test_an_open_folder_is_closed_to_others(self, tmp_path):
+        (tmp_path / "run").mkdir(mode=0o755)
+        interrupted(tmp_path / "run", 1)
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+    def test_data_appears_as_a_keyed_fingerprint_only(self, tmp_path):
+        found = set()
+        for name in ("a", "b"):
+            interrupted(tmp_path / name, 1)
+            newest = max(checkpoint_files(tmp_path / name).items())[1].read_bytes()
+            assert PRIVATE.arrays[0].tobytes() not in newest
+            found.add(Saved.from_bytes(newest).configuration["private data"])
+        assert len(found) == 2
+
+
+def test_trees_survive():
+    tree = {
+        "key": jax.random.key(3),
+        "half": jnp.ones(3, jnp.bfloat16),
+        "scalar": jnp.asarray(2),
+        "none": None,
+        "bool": jnp.array([True, False]),
+    }
+    content = Saved("a", 0, {}, Position(1, ""), {}, to_arrays(tree, "t")).to_bytes()
+    back = from_arrays(tree, Saved.from_bytes(content).arrays, "t")
+    assert bits(back) == bits(tree)
+    assert jax.tree.map(lambda leaf: leaf.dtype, back) == jax.tree.map(
+        lambda leaf: leaf.dtype, tree
+    )
+    with pytest.raises(CheckpointError, match="half"):
+        from_arrays(tree | {"half": jnp.ones(4)}, Saved.from_bytes(content).arrays, "t")
+
+
+class TestFit:
+    """`mirrordp fit`: all of a descent is one block."""
+
+    @pytest.fixture
+    def files(self, tmp_path):
+        return {
+            "private": make_table(tmp_path / "private.csv", 400, 0),
+            "public": make_table(tmp_path / "public.csv", 60, 1),
+            "out": tmp_path / "model",
+        }
+
+    @staticmethod
+    def coefficients(files):
+        return json.loads((files["out"] / "model.json").read_text())["coefficients"]
+
+    def test_interrupted_and_resumed(self, files, tmp_path, capsys, monkeypatch):
+        budget = tmp_path / "budget"
+        options = {"seed": 7, "budget": budget, "epsilon": 1}
+        Budget.create(budget, epsilon=3, delta=1e-4, data=files["private"]).close()
+        whole = files | {"out": tmp_path / "whole"}
+        assert cli.main(fit_options(whole, **options)) == 0
+        used = Budget.status_of(budget).used
+        capsys.readouterr()
+
+        monkeypatch.setattr(linear, "private_descent", interrupt)
+        assert cli.main(fit_options(files, **options)) == 130
+        message = capsys.readouterr().err
+        command = "mirrordp " + " ".join(fit_options(files, **options))
+        assert f"To finish the run: {command} --resume\n" in message
+        assert not files["out"].exists()
+        assert Budget.status_of(budget).used == pytest.approx(2 * used)
+        monkeypatch.undo()
+
+        assert cli.main(fit_options(files, **options)) == 2
+        assert "add --resume" in capsys.readouterr().err
+        assert cli.main([*fit_options(files, **(options | {"epsilon": 1.1})), "--resume"]) == 2
+        assert "differs in:" in capsys.readouterr().err
+        assert cli.main([*fit_options(files, **options), "--resume"]) == 0
+        assert Budget.status_of(budget).used == pytest.approx(2 * used)
+        assert self.coefficients(files) == self.coefficients(whole)
+        assert not (tmp_path / "model.run").exists()
+
+    def test_a_run_that_was_paid_for_needs_no_more_room(self, files, tmp_path, monkeypatch):
+        budget = tmp_path / "budget"
+        options = {"budget": budget, "epsilon": 2.5}
+        Budget.create(budget, epsilon=3, delta=1e-4, data=files["private"]).close()
+        monkeypatch.setattr(linear, "private_descent", interrupt)
+        assert cli.main(fit_options(files, **options)) == 130
+        monkeypatch.undo()
+        used = Budget.status_of(budget).used
+        assert used > 0.7
+        assert cli.main([*fit_options(files, **options), "--resume"]) == 0
+        assert Budget.status_of(budget).used == used
+
+    def test_randomness_of_the_system_is_kept(self, files, tmp_path, monkeypatch):
+        keys = []
+
+        def remember(*args, key, **_):
+            keys.append(jax.random.key_data(key).tolist())
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(linear, "private_descent", remember)
+        assert cli.main(fit_options(files)) == 130
+        assert cli.main([*fit_options(files), "--resume"]) == 130
+        assert keys[0] == keys[1]
+        other = files | {"out": tmp_path / "other"}
+        assert cli.main(fit_options(other)) == 130
+        assert keys[2] != keys[0]
+
+    def test_killed_after_the_model_was_written(self, files, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(cli, "_remove_secrets", interrupt)
+        assert cli.main(fit_options(files)) == 130
+        monkeypatch.undo()
+        kept = self.coefficients(files)
+        assert cli.main([*fit_options(files), "--resume"]) == 0
+        assert "had finished" in capsys.readouterr().out
+        assert self.coefficients(files) == kept
+        assert not (tmp_path / "model.run").exists()
+
+    def test_an_interruption_before_anything_was_charged(self, files, capsys, monkeypatch):
+        monkeypatch.setattr("mirrordp.tabular.read_table", interrupt)
+        assert cli.main(fit_options(files)) == 130
+        assert "Nothing was charged" in capsys.readouterr().err
+
+    def test_nothing_to_resume(self, files, capsys):
+        assert cli.main([*fit_options(files), "--resume"]) == 2
+        assert "expected a run to resume" in capsys.readouterr().err
+
+    def test_kept_on_request_apart_from_what_is_released(self, files, tmp_path):
+        assert cli.main([*fit_options(files), "--keep-checkpoint"]) == 0
+        folder = tmp_path / "model.run"
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert checkpoint_files(folder)
+
+    def test_the_estimator_alone(self, tmp_path, monkeypatch):
+        rng = np.random.default_rng(0)
+        x, public = rng.normal(size=(300, 3)), rng.normal(size=(50, 3))
+        weights = np.array([1.0, -1.0, 2.0])
+        data = (x, x @ weights + rng.normal(size=300), public, public @ weights)
+
+        def model():
+            from mirrordp.estimators import PrivateLinearRegression
+
+            return PrivateLinearRegression(epsilon=2.0, num_steps=20, random_state=1)
+
+        whole = model().fit(*data)
+        monkeypatch.setattr(linear, "private_descent", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model().fit(*data, checkpoint=Checkpoint(tmp_path / "run"))
+        monkeypatch.undo()
+        resumed = model().fit(*data, checkpoint=Checkpoint(tmp_path / "run", resume=True))
+        assert resumed.coef_.tobytes() == whole.coef_.tobytes()
+        assert not checkpoint_files(tmp_path / "run")
+        ledger = FileLedger.read(tmp_path / "run" / "ledger.jsonl")
+        assert ledger.epsilon(1e-5).epsilon == pytest.approx(whole.privacy_.epsilon)
+
+
+def test_killed_at_random_moments():
+    """Ten kills; `python -m tests.soak_crash --kills 500` for more."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.soak_crash", "--kills", "10"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["kills"] == 10

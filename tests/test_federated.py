@@ -1,0 +1,767 @@
+"""User-level privacy: users as records, local training, clipping, the round, and its twin."""
+
+import dataclasses
+import functools
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrordp
+from mirrordp import (
+    Accountant,
+    AdaptiveClip,
+    Adjacency,
+    Mechanism,
+    PoissonSampling,
+    PrivateClients,
+    PublicClients,
+    accounting,
+    federated,
+    federated_train,
+    schedules,
+)
+from tests import tools
+
+CLIP, ROUNDS, USERS, BOUND, BATCH = 0.5, 6, 20, 6, 2
+SIZES = [3, 1, 0, 6, 2, 5, 4, 1, 6, 3, 2, 2, 1, 5, 6, 0, 4, 3, 2, 1]
+TWIN = Path(__file__).parents[1] / "examples" / "federated_by_hand.py"
+
+
+def rows(size, seed=0):
+    return tools.features(rows=size, seed=seed)
+
+
+LISTS = [rows(size, seed) for seed, size in enumerate(SIZES)]
+
+
+def clients(lists=None, kind=PrivateClients, **options):
+    return kind.from_users(
+        LISTS if lists is None else lists, **({"max_examples_per_user": BOUND} | options)
+    )
+
+
+def mechanism(**options):
+    defaults = {
+        "sampling": PoissonSampling.for_batch_size(5, num_examples=USERS, capacity=4),
+        "l2_clip_norm": CLIP,
+        "noise_multiplier": 0.0,
+        "num_steps": ROUNDS,
+        "unit": "user",
+    }
+    return Mechanism(**(defaults | options))
+
+
+EVERYONE = mechanism(sampling=mirrordp.FullBatch(expected_batch_size=5.0))
+PUBLIC = clients([rows(3, 50), rows(5, 51), rows(1, 52)], PublicClients)
+
+
+def run(private=None, public=None, *, loss=tools.squared_distance, start=None, **options):
+    defaults = {
+        "mechanism": mechanism(),
+        "client_learning_rate": 0.3,
+        "client_batch_size": BATCH,
+        "optimizer": tools.recorder(ROUNDS),
+        "seed": 3,
+        "rounds_per_call": 3,
+        "users_per_pass": 4,
+        # Shapes then depend on the number of users alone, and all data sets share one compilation.
+        "stream": True,
+    }
+    return federated_train(
+        loss,
+        jnp.ones(3) if start is None else start,
+        clients() if private is None else private,
+        public,
+        **(defaults | options),
+    )
+
+
+def sums(*args, **options):
+    """B times the pseudo-gradient of each round: the sums of clipped deltas (plus noise)."""
+    state, _ = tools.last(run(*args, **options))
+    return 5.0 * np.asarray(state.opt_state[1], np.float64)
+
+
+class TestClientData:
+    def test_rows_and_users_agree(self):
+        owners = np.repeat(np.arange(USERS), SIZES)
+        order = np.random.default_rng(0).permutation(len(owners))
+        shuffled = np.concatenate(LISTS)[order]
+        made = PrivateClients.from_rows(
+            shuffled, owners[order], users=range(USERS), max_examples_per_user=BOUND
+        )
+        assert len(made) == USERS
+        np.testing.assert_array_equal(made.num_examples, SIZES)
+        for user in range(USERS):
+            expected = {tuple(row) for row in LISTS[user]}
+            assert {tuple(row) for row in made.user(user)} == expected
+
+    def test_without_a_list_of_users_only_owners_of_rows_exist(self):
+        made = PrivateClients.from_rows(np.arange(4.0), ["b", "a", "b", "c"])
+        assert made.ids == ("a", "b", "c")
+        np.testing.assert_array_equal(made.user(1), [0.0, 2.0])
+
+    def test_the_bound_is_enforced_before_anything_is_sampled(self):
+        lists = [np.arange(1000.0), np.arange(3.0), np.arange(257.0)]
+        made = PrivateClients.from_users(lists)
+        np.testing.assert_array_equal(made.num_examples, [256, 3, 256])
+        assert len(np.unique(made.user(0))) == 256
+        assert len(made.arrays) == 256 + 3 + 256
+        # A random subset, not the first rows.
+        assert made.user(0).max() > 800
+
+    def test_the_subset_follows_seed_and_name_and_no_other_user(self):
+        lists = [np.arange(40.0), np.arange(50.0)]
+        make = functools.partial(PrivateClients.from_users, max_examples_per_user=5)
+        base = make(lists, ids=["a", "b"])
+        np.testing.assert_array_equal(
+            base.user(1), make([1e9 * np.ones(90), lists[1]], ids=["x", "b"]).user(1)
+        )
+        np.testing.assert_array_equal(base.user(1), make([lists[1]], ids=["b"]).user(0))
+        assert (base.user(1) != make(lists, ids=["a", "b"], seed=1).user(1)).any()
+        assert (base.user(1) != make([lists[1]], ids=["c"]).user(0)).any()
+
+    def test_private_and_public_cannot_be_confused(self):
+        with pytest.raises(TypeError, match="private must be PrivateClients"):
+            run(PUBLIC)
+        with pytest.raises(TypeError, match="public must be PublicClients or PublicData"):
+            run(public=clients(), alpha=0.5)
+        with pytest.raises(TypeError, match="either private or public"):
+            mirrordp.data.ClientData.from_users([np.ones(2)])
+
+    def test_public_rows_must_be_finite_and_private_ones_may_be_anything(self):
+        broken = [np.array([[np.nan, 1, 2]], np.float32)]
+        with pytest.raises(ValueError, match="PublicClients must be finite"):
+            clients(broken, PublicClients)
+        assert len(clients(broken)) == 1
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda: PrivateClients.from_users([]), "at least one user"),
+            (lambda: PrivateClients.from_users([np.zeros((0, 2))]), "at least one row"),
+            (lambda: PrivateClients.from_users([np.ones(2)], ids=["a", "b"]), "2 names"),
+            (lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=["a", "a"]), "each once"),
+            (lambda: PrivateClients.from_rows(np.ones(3), [1, 2]), "owner of each row"),
+            (lambda: PrivateClients.from_rows(np.ones(2), [1, 2], users=[1]), "among them"),
+            (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
+            (lambda: PrivateClients(np.ones(3), np.array([3]), None, 2), "may own 0 to 2 rows"),
+        ],
+    )
+    def test_mistakes(self, call, message):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+    def test_a_user_on_both_sides_is_dropped_or_refused(self):
+        names = [f"user {number}" for number in range(USERS)]
+        private = clients(ids=names)
+        public = clients([rows(2, 9)], PublicClients, ids=["user 3"])
+        with pytest.warns(mirrordp.UnprotectedWarning, match="1 private users are also public"):
+            mixed = sums(private, public, alpha=0.5, scale_noise=False)
+        without = [np.zeros((0, 3), np.float32) if n == 3 else x for n, x in enumerate(LISTS)]
+        expected = sums(clients(without), public, alpha=0.5, scale_noise=False)
+        np.testing.assert_allclose(mixed, expected, atol=1e-6)
+        with pytest.raises(ValueError, match="overlap='refuse'"):
+            run(private, public, alpha=0.5, overlap=mirrordp.Overlap.REFUSE)
+
+
+class TestClipDelta:
+    @pytest.mark.parametrize("size", [1, 7, 4_000_000])
+    @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e19, 3e38])
+    def test_the_norm_of_float32_entries_never_exceeds_the_bound(self, size, scale):
+        rng = np.random.default_rng(size)
+        for delta in (rng.normal(size=size), np.ones(size)):
+            with np.errstate(over="ignore"):
+                scaled = np.clip(delta * scale, -3e38, 3e38).astype(np.float32)
+            for clip in (0.3, 1.0):
+                result = federated.clip_delta(
+                    {"a": scaled[: size // 2], "b": scaled[size // 2 :]}, clip
+                )
+                exact = np.sqrt(
+                    sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(result.delta))
+                )
+                assert exact <= clip
+                own = np.linalg.norm(np.float64(scaled))
+                if scale > 1e30 and exact == 0:
+                    continue  # in units of C it is infinite
+                assert exact == pytest.approx(min(own, clip), rel=2e-4)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_what_is_not_finite_is_zero(self, bad):
+        result = federated.clip_delta({"a": jnp.ones(3), "b": jnp.array([1.0, bad])}, 1.0)
+        assert not result.unprivatized_is_finite
+        assert all((leaf == 0).all() for leaf in jax.tree.leaves(result.delta))
+
+    def test_a_short_delta_is_left_alone(self):
+        delta = np.array([0.3, -0.1], np.float32)
+        np.testing.assert_allclose(federated.clip_delta(delta, 1.0).delta, delta, rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Reference local SGD on ½‖θ − x‖² in closed form: every batch moves θ towards its mean."""
+
+    rate: float = 0.3
+
+    def delta(self, x, order, epochs=1):
+        theta = np.ones(3)
+        for epoch in range(epochs):
+            own = x[order[epoch]]
+            for start in range(0, len(own), BATCH):
+                theta = theta - self.rate * (theta - own[start : start + BATCH].mean(axis=0))
+        return np.ones(3) - theta
+
+
+class TestLocalUpdate:
+    @pytest.mark.parametrize("size", [0, 1, 2, 5, 6])
+    def test_equals_plain_sgd(self, size):
+        key = jax.random.key(size)
+        x = rows(size, 3)
+        padded = np.full((BOUND, 3), np.nan, np.float32)  # padding must never matter
+        padded[:size] = x
+        delta, loss = federated.local_update(
+            tools.squared_distance, jnp.ones(3), padded, size, key,
+            learning_rate=0.3, batch_size=BATCH, epochs=2,
+        )  # fmt: skip
+        order = [
+            np.asarray(federated.local_order(jax.random.split(part)[0], BOUND, size))[:size]
+            for part in jax.random.split(key, 2)
+        ]
+        assert all(sorted(part) == list(range(size)) for part in order)
+        np.testing.assert_allclose(delta, Local().delta(x, order, 2), atol=1e-6)
+        assert np.isfinite(loss)
+
+    def test_rows_are_shuffled_anew_in_every_epoch_and_by_every_key(self):
+        orders = {
+            tuple(np.asarray(federated.local_order(jax.random.key(n), 6, 6))) for n in range(40)
+        }
+        assert len(orders) > 30
+
+    def test_a_loss_with_a_key_gets_one_per_row(self):
+        def loss(params, example, key):
+            return jnp.sum(params) * jax.random.uniform(key)
+
+        delta, _ = federated.local_update(
+            loss, jnp.ones(2), rows(4), 4, jax.random.key(0), learning_rate=1.0, batch_size=4
+        )
+        assert 0 < float(delta[0]) < 1
+
+    def test_frozen_parameters_stay(self):
+        params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+        delta, _ = federated.local_update(
+            lambda p, x: tools.squared_distance(p["a"] + p["b"], x), params, rows(4), 4,
+            jax.random.key(0), learning_rate=0.1, trainable={"a": True, "b": False},
+        )  # fmt: skip
+        assert delta["b"] is None
+        assert (delta["a"] != 0).all()
+
+
+class TestRound:
+    def test_dp_fedavg_is_the_reference_formula(self):
+        """θ ← θ − η_s (Σ clip(Δ_k, C) + noise) / (q n), with the draws of the sampler."""
+        made = sums()
+        rng, keys = mirrordp.training.randomness(3)
+        cohorts = list(mechanism().batches(USERS, rng))
+        for number, cohort in enumerate(cohorts):
+            expected = np.zeros(3)
+            for user in cohort:
+                key = jax.random.fold_in(jax.random.fold_in(keys.loss, number), int(user))
+                order_key = jax.random.split(jax.random.split(key, 1)[0])[0]
+                order = np.asarray(federated.local_order(order_key, BOUND, SIZES[user]))
+                delta = Local().delta(LISTS[user], [order[: SIZES[user]]])
+                expected += delta * min(1, CLIP / max(np.linalg.norm(delta), 1e-12))
+            np.testing.assert_allclose(made[number], expected, atol=2e-4)
+
+    def test_equals_its_plain_loop_twin(self):
+        by_hand = runpy.run_path(str(TWIN))["train"]
+        options = {
+            "mechanism": mechanism(noise_multiplier=1.0),
+            "client_learning_rate": 0.3,
+            "alpha": [1.0, 0.7, 0.0, 0.5],
+            "num_rounds": 4,
+            "seed": 8,
+        }
+        slow = by_hand(
+            tools.squared_distance, jnp.ones(3), clients(), PUBLIC, batch_size=BATCH, epochs=2,
+            server_learning_rate=0.5, **options,
+        )  # fmt: skip
+        state, info = tools.last(
+            run(public=PUBLIC, local_epochs=2, optimizer=federated.server_sgd(0.5), **options)
+        )
+        np.testing.assert_allclose(state.params, slow, rtol=1e-4, atol=1e-4)
+        assert info.charged_rounds == 3
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"users_per_pass": 1}, {"users_per_pass": 16}, {"rounds_per_call": 1}, {"stream": False}],
+        ids=str,
+    )
+    def test_the_layout_changes_nothing(self, options):
+        np.testing.assert_allclose(sums(**options), sums(), atol=1e-5)
+
+    def test_a_run_goes_on_where_it_stopped(self):
+        options = {
+            "mechanism": mechanism(noise_multiplier=1.0),
+            "public": PUBLIC,
+            "alpha": [0.5, 0.0, 1.0, 0.5, 0.9, 0.2],
+        }
+        parts = list(run(**options))
+        (half, info), (whole, whole_info) = parts
+        assert (info.round, info.charged_rounds) == (3, 2)
+        ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
+        again, again_info = tools.last(run(**options, state=half, ledger=ledger))
+        np.testing.assert_array_equal(again.opt_state[1], whole.opt_state[1])
+        assert again_info.charged_rounds == whole_info.charged_rounds == 5
+        assert ledger.event.count == 3
+        with pytest.raises(ValueError, match="the seed it began with"):
+            run(**options, state=half, **{"seed": None})
+
+    def test_weights_do_not_depend_on_the_number_of_rows(self):
+        """Users with one row and users with many copies of it pull alike once clipped."""
+        far = np.full((1, 3), 100.0, np.float32)
+        few = sums(clients([far] * USERS))
+        many = sums(clients([np.repeat(far, 1 + n % BOUND, axis=0) for n in range(USERS)]))
+        np.testing.assert_allclose(few, many, atol=1e-5)
+        assert np.abs(few).max() > CLIP
+
+    def test_the_divisor_is_the_expected_number_of_users(self):
+        far = np.full((1, 3), 100.0, np.float32)
+        made = sums(clients([far] * 7), mechanism=EVERYONE)
+        assert np.linalg.norm(made[0]) == pytest.approx(7 * CLIP, rel=1e-3)
+
+    def test_momentum_is_the_servers_default(self):
+        state, _ = tools.last(run(optimizer=None, num_rounds=1))
+        direct = sums()[0] / 5
+        np.testing.assert_allclose(state.params, 1 - direct, atol=1e-5)
+        two, _ = tools.last(run(optimizer=None, num_rounds=1, alpha=[1.0]))
+        np.testing.assert_allclose(two.params, state.params)
+
+    def test_public_users_and_public_rows(self):
+        """At α = 0 the update is the public side alone; a plain table gives ∇Ψ."""
+        state, info = tools.last(run(public=PUBLIC, alpha=0.0, num_rounds=1))
+        assert info.charged_rounds == 0
+        assert 0 < np.linalg.norm(state.opt_state[1][0]) <= CLIP
+        state, _ = tools.last(run(public=PUBLIC.examples, alpha=0.0, num_rounds=1))
+        np.testing.assert_allclose(state.opt_state[1][0], 1 - PUBLIC.arrays.mean(axis=0), atol=1e-6)
+
+    def test_some_public_users_per_round(self):
+        few = sums(public=PUBLIC, alpha=0.0, public_batch_size=1)
+        assert len({tuple(np.round(row, 4)) for row in few}) > 1
+
+    def test_the_noise_has_the_stated_scale(self):
+        """σC/B on each coordinate; two thirds and three halves of it would be rejected."""
+        start = {"w": jnp.ones(3), "wide": jnp.zeros(4000)}
+        state, _ = tools.last(
+            run(
+                loss=lambda p, x: tools.squared_distance(p["w"], x) + 0.0 * p["wide"].sum(),
+                start=start,
+                mechanism=mechanism(noise_multiplier=2.0),
+            )
+        )
+        noise = np.asarray(state.opt_state[1]["wide"]) * 5.0
+        assert noise.std() == pytest.approx(2.0 * CLIP, rel=0.03)
+
+    @pytest.mark.parametrize("scale_noise", [True, False])
+    def test_noise_before_or_after_the_weight(self, scale_noise):
+        start = {"w": jnp.ones(3), "wide": jnp.zeros(4000)}
+        state, _ = tools.last(
+            run(
+                loss=lambda p, x: tools.squared_distance(p["w"], x) + 0.0 * p["wide"].sum(),
+                start=start,
+                public=PUBLIC,
+                alpha=0.25,
+                mechanism=mechanism(noise_multiplier=2.0),
+                scale_noise=scale_noise,
+            )
+        )
+        noise = np.asarray(state.opt_state[1]["wide"]) * 5.0
+        weight = 0.25 if scale_noise else 1.0
+        assert noise.std() == pytest.approx(weight * 2.0 * CLIP, rel=0.03)
+
+    def test_unprivatized_values_only_on_request(self):
+        _, info = tools.last(run())
+        assert info.unprivatized is None
+        _, info = tools.last(run(show_unprivatized=True))
+        assert info.unprivatized is not None
+        assert (info.unprivatized.batch_size > 0).any()
+        assert (
+            (info.unprivatized.clip_fraction >= 0) & (info.unprivatized.clip_fraction <= 1)
+        ).all()
+
+    def test_paper_schedules(self):
+        for i in (2, 3, 4, 5, 8):
+            values = schedules.evaluate(schedules.cosine(decay_steps=i * 1600 / 2), 1600)
+            np.testing.assert_allclose(
+                values, np.cos(np.pi * np.arange(1600) / (i * 1600)), atol=1e-6
+            )
+            assert (values > 0).all()
+
+
+NOBODY = tuple(() for _ in range(ROUNDS))
+# Users that an adversary would be: enormous, opposite, NaN, infinite, tiny, many rows.
+EXTREME = [
+    np.full((BOUND, 3), 1e18, np.float32),
+    np.full((1, 3), -1e18, np.float32),
+    np.full((BOUND, 3), 3e38, np.float32),
+    np.full((2, 3), np.nan, np.float32),
+    np.array([[np.inf, 0, 0]], np.float32),
+    np.array([[4.0, 1, 1]], np.float32),
+    np.zeros((0, 3), np.float32),
+]
+SLACK = 1e-5 * CLIP * 20
+
+
+class TestNeighbours:
+    """One user changes the sum of any round by at most C, or 2C when it is replaced."""
+
+    @staticmethod
+    def sums_with(rows):
+        """The sums where user 0 owns `rows`; the draws of this seed contain it in some rounds."""
+        return sums(clients([rows, *LISTS[1:]]), seed=7)
+
+    def distances(self):
+        cohorts = mechanism().batches(USERS, mirrordp.training.randomness(7)[0])
+        assert 0 < sum(0 in cohort for cohort in cohorts) < ROUNDS
+        base = self.sums_with(np.zeros((0, 3), np.float32))
+        changed = [self.sums_with(extreme) for extreme in EXTREME]
+        assert all(np.isfinite(part).all() for part in changed)
+        return [np.linalg.norm(part - base, axis=1).max() for part in changed]
+
+    def test_one_user_with_any_data(self):
+        distances = self.distances()
+        assert max(distances) <= CLIP + SLACK
+        assert max(distances) >= CLIP - 1e-3
+
+    def test_without_clipping_it_fails(self, monkeypatch):
+        def no_clip(delta, l2_clip_norm):
+            return federated.ClippedDelta(delta, jnp.zeros([]), jnp.ones([], bool))
+
+        monkeypatch.setattr(federated, "clip_delta", no_clip)
+        monkeypatch.setattr(federated, "_run_passes", uncached(federated._run_passes))
+        base, changed = self.sums_with(EXTREME[-1]), self.sums_with(EXTREME[0])
+        assert np.linalg.norm(changed - base, axis=1).max() > 100 * CLIP
+
+    def test_clipping_the_sum_of_several_users_fails(self, monkeypatch):
+        """Clipping after adding lets one user turn the whole sum."""
+        clip = federated.clip_delta
+
+        def late(self, state, examples, num_examples, is_padding, keys, num_batches=None):
+            deltas, _ = self.local_updates(
+                self.loss_fn, state, examples, num_examples, keys, num_batches
+            )
+            total = jax.tree.map(lambda leaf: leaf.sum(axis=0), deltas)
+            total = clip(total, len(is_padding) * CLIP).delta
+            return federated.Contribution(total, None), federated.Unprivatized(*jnp.zeros([3]))
+
+        monkeypatch.setattr(federated.FederatedStep, "private_sum", late)
+        monkeypatch.setattr(federated, "_run_passes", uncached(federated._run_passes))
+        distances = self.distances()
+        assert max(distances) > 1.5 * CLIP
+
+    def test_replace(self):
+        """The most that replacing does is 2C: from one extreme to the opposite."""
+        one, other = self.sums_with(EXTREME[0]), self.sums_with(EXTREME[1])
+        distance = np.linalg.norm(one - other, axis=1).max()
+        assert 2 * CLIP - 1e-3 <= distance <= 2 * CLIP + SLACK
+
+    def test_add_remove(self):
+        """The larger set has one user more; common users are drawn by the same coins."""
+        secret = PoissonSampling(sampling_prob=0.25, expected_batch_size=5.0, capacity=4)
+        draws = tuple(
+            tuple(int(user) for user in draw)
+            for draw in secret.batches(USERS + 1, ROUNDS, np.random.default_rng(1))
+        )
+        assert 0 < sum(USERS in draw for draw in draws) < ROUNDS
+
+        def with_draws(lists, draws):
+            made = mechanism(
+                sampling=tools.Replay(base=secret, draws=draws), adjacency=Adjacency.ADD_REMOVE
+            )
+            return sums(clients(lists), mechanism=made)
+
+        small = with_draws(LISTS, tuple(tuple(u for u in d if u != USERS) for d in draws))
+        takes_part = np.array([USERS in draw for draw in draws])
+        for extreme in EXTREME:
+            distance = np.linalg.norm(with_draws([*LISTS, extreme], draws) - small, axis=1)
+            assert distance[~takes_part].max() <= SLACK
+            assert distance.max() <= CLIP + SLACK
+
+    @pytest.mark.parametrize("seed", [3, 4])
+    def test_adaptive_clipping(self, seed):
+        """Delta and count together are one contribution of norm at most C."""
+        step = federated.FederatedStep(
+            loss_fn=tools.squared_distance,
+            mechanism=mechanism(),
+            optimizer=tools.recorder(1),
+            client_learning_rate=0.1,
+            adaptive_clip=AdaptiveClip(budget_share=0.3),
+        )
+        rng = np.random.default_rng(seed)
+        norms = []
+        for scale in (1e-8, 0.1, 1.0, 1e10, 3e38):
+            for clip_norm in (1e-3, 0.7, 50.0):
+                delta = jnp.asarray(rng.uniform(-1, 1, 50) * scale, jnp.float32)
+                made, _ = step.contribution({"w": delta}, jnp.float32(clip_norm))
+                norms.append(
+                    np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(made)))
+                )
+        assert max(norms) <= CLIP
+        assert max(norms) >= CLIP * (1 - 1e-3)
+        broken, _ = step.contribution({"w": jnp.array([jnp.nan])}, jnp.float32(1.0))
+        assert all((leaf == 0).all() for leaf in jax.tree.leaves(broken))
+
+
+def uncached(jitted):
+    """A fresh compilation of `jitted`, so that a sabotaged function is traced."""
+
+    def fresh(step, *args, **options):
+        return jitted.__wrapped__(step, *args, **options)
+
+    return jax.jit(fresh, static_argnums=0, static_argnames=("width", "public_width"))
+
+
+class TestEdges:
+    def test_nobody_is_sampled(self):
+        """Noise is added and the round charged as ever."""
+        replay = tools.Replay(base=mechanism().sampling, draws=NOBODY)
+        assert (sums(mechanism=mechanism(sampling=replay)) == 0).all()
+        ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
+        noisy = mechanism(sampling=replay, noise_multiplier=1.0)
+        made = sums(mechanism=noisy, ledger=ledger)
+        assert (np.abs(made) > 0).all()
+        assert ledger.event.count == ROUNDS
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            np.zeros((0, 3), np.float32),
+            np.full((3, 3), np.nan, np.float32),
+            np.array([[1, np.inf, 0]], np.float32),
+        ],
+        ids=["no rows", "NaN", "infinite"],
+    )
+    def test_a_user_who_contributes_nothing(self, data):
+        with_user = sums(clients([*LISTS[:3], data]), mechanism=EVERYONE)
+        without = sums(clients(LISTS[:3]), mechanism=EVERYONE)
+        np.testing.assert_allclose(with_user, without, atol=1e-6)
+
+    def test_one_row(self):
+        x = np.array([[1.2, 0.9, 1.0]], np.float32)
+        np.testing.assert_allclose(
+            sums(clients([x]), mechanism=EVERYONE)[0], 0.3 * (1 - x[0]), atol=1e-6
+        )
+
+    def test_accounting_is_the_same_whatever_the_data(self):
+        noisy = mechanism(noise_multiplier=1.0)
+        ledgers = []
+        for lists in (LISTS, [EXTREME[3]] * USERS):
+            ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
+            tools.last(run(clients(lists), mechanism=noisy, ledger=ledger))
+            ledgers.append(ledger.event)
+        assert ledgers[0] == ledgers[1] == noisy.event
+
+    def test_charged_before_it_runs(self):
+        events = []
+
+        class Watching(mirrordp.Ledger):
+            def charge(self, event):
+                events.append(event.count)
+                super().charge(event)
+
+        watching = Watching(Adjacency.ZERO_OUT)
+        iterator = run(mechanism=mechanism(noise_multiplier=1.0), ledger=watching)
+        assert events == []
+        next(iterator)
+        assert events == [3]
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"mechanism": tools.mechanism()}, ValueError, 'unit="user"'),
+            ({"alpha": 0.5}, ValueError, "public data is needed"),
+            ({"client_learning_rate": 0.0}, ValueError, "client_learning_rate must be"),
+            ({"users_per_pass": 0}, ValueError, "users_per_pass must be"),
+            ({"num_rounds": 7}, ValueError, "made for 6 steps"),
+            ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, ValueError, "one adjacency"),
+            ({"loss": lambda p, x: p - x}, ValueError, "one scalar"),
+        ],
+    )
+    def test_mistakes(self, options, error, message):
+        with pytest.raises(error, match=message):
+            run(**options)
+
+
+class TestOptions:
+    def test_adaptive_clip_finds_the_quantile(self):
+        """Deltas of norm 0.1, 0.2, ..., all taking part: the clip norm settles between two."""
+        norms = np.arange(1, USERS + 1) / 10
+        lists = [np.array([[1 + norm / 0.3, 1, 1]], np.float32) for norm in norms]
+        rounds = 80
+        made = mechanism(
+            sampling=mirrordp.FullBatch.of(USERS), noise_multiplier=1.0, num_steps=rounds
+        )
+        _, info = tools.last(
+            run(
+                clients(lists), mechanism=made, optimizer=tools.recorder(rounds),
+                rounds_per_call=rounds, users_per_pass=USERS,
+                adaptive_clip=AdaptiveClip(quantile=0.75, budget_share=0.2),
+            )
+        )  # fmt: skip
+        assert info.clip_norm[0] == CLIP
+        assert np.mean(info.clip_norm[-30:]) == pytest.approx(1.5, abs=0.2)
+
+    def test_adaptive_clip_splits_the_noise_as_its_paper_does(self):
+        """z_Δ = (z⁻² − (2σ_b)⁻²)^(−1/2), seen in the released gradient; no clip norm is free."""
+        share, sigma = 0.36, 2.0
+        start = {"w": jnp.ones(3), "wide": jnp.zeros(4000)}
+        loss = lambda p, x: tools.squared_distance(p["w"], x) + 0.0 * p["wide"].sum()  # noqa: E731
+        state, info = tools.last(
+            run(
+                loss=loss, start=start, mechanism=mechanism(noise_multiplier=sigma),
+                adaptive_clip=AdaptiveClip(budget_share=share), rounds_per_call=ROUNDS,
+            )
+        )  # fmt: skip
+        count_noise = sigma / (2 * np.sqrt(share))
+        delta_noise = (sigma**-2 - (2 * count_noise) ** -2) ** -0.5
+        noise = np.asarray(state.opt_state[1]["wide"]) * 5.0 / info.clip_norm[:, None]
+        assert noise.std() == pytest.approx(delta_noise, rel=0.03)
+        assert noise.std() > 1.1 * sigma
+
+    def test_adaptive_clip_counts_with_noise(self):
+        """Over nobody, the share that moves the clip norm is ½ and its noise σ_b / B."""
+        share, sigma, eta, rounds = 0.36, 2.0, 0.2, 200
+        replay = tools.Replay(base=mechanism().sampling, draws=((),) * rounds)
+        made = mechanism(sampling=replay, noise_multiplier=sigma, num_steps=rounds)
+        _, info = tools.last(
+            run(
+                mechanism=made, optimizer=tools.recorder(rounds), rounds_per_call=rounds,
+                adaptive_clip=AdaptiveClip(budget_share=share, learning_rate=eta),
+            )
+        )  # fmt: skip
+        steps = -np.diff(np.log(info.clip_norm)) / eta
+        expected = sigma / (2 * np.sqrt(share)) / 5.0
+        assert steps.std() == pytest.approx(expected, rel=0.2)
+        assert abs(steps.mean()) < 4 * expected / np.sqrt(rounds)
+
+    def test_correlated_noise(self):
+        sampling = mirrordp.CyclicPoissonSampling.for_batch_size(
+            5, num_examples=USERS, num_groups=2, capacity=4
+        )
+        banded = mechanism(
+            sampling=sampling,
+            noise_multiplier=1.0,
+            noise=mirrordp.BandedNoise.optimal(ROUNDS, num_bands=2),
+        )
+        made = sums(mechanism=banded)
+        silent = sums(mechanism=dataclasses.replace(banded, noise_multiplier=0.0))
+        assert np.isfinite(made).all()
+        assert np.abs(made - silent).min() > 0
+        with pytest.raises(mirrordp.UnsupportedError, match="refused together with adaptive_clip"):
+            run(mechanism=banded, adaptive_clip=AdaptiveClip())
+        with pytest.raises(ValueError, match="needs every step to be a private one"):
+            run(mechanism=banded, public=PUBLIC, alpha=[1, 1, 0, 1, 1, 1])
+        with pytest.raises(mirrordp.UnsupportedError, match="neighbouring steps"):
+            mechanism(noise=mirrordp.BandedNoise.optimal(ROUNDS, num_bands=2))
+
+    def test_fixed_size_cohorts_have_their_own_accounting(self):
+        sampling = mirrordp.FixedSizeSampling(batch_size=5, num_examples=USERS)
+        with pytest.raises(mirrordp.UnsupportedError, match="fixed-size"):
+            mechanism(sampling=sampling)
+        fixed = mechanism(sampling=sampling, adjacency=Adjacency.REPLACE, noise_multiplier=2.0)
+        _, info = tools.last(run(mechanism=fixed, show_unprivatized=True))
+        assert (info.unprivatized.batch_size == 5).all()
+        poisson = mechanism(noise_multiplier=2.0, accountant=Accountant.RDP)
+        assert fixed.epsilon(1e-3) > poisson.epsilon(1e-3)
+
+    def test_clip_norm_and_client_rate_belong_to_the_state(self):
+        """A run at other numbers is the run of a mechanism made for them, noise included."""
+        _, keys = mirrordp.training.randomness(3)
+        unit = mechanism(noise_multiplier=1.0, l2_clip_norm=1.0)
+        step = federated.FederatedStep(
+            loss_fn=tools.squared_distance,
+            mechanism=unit,
+            optimizer=tools.recorder(ROUNDS),
+            client_learning_rate=0.7,
+            client_batch_size=BATCH,
+        )
+        assert step == dataclasses.replace(step, client_learning_rate=0.3)
+        state = step.init(jnp.ones(3), keys.noise)
+        state = state._replace(clip_norm=jnp.float32(CLIP), client_learning_rate=jnp.float32(0.3))
+        made = sums(mechanism=unit, client_learning_rate=0.7, state=state)
+        expected = sums(mechanism=mechanism(noise_multiplier=1.0))
+        np.testing.assert_allclose(made, expected, atol=1e-5)
+
+    def test_averages_and_frozen_parameters(self):
+        params = {"a": jnp.ones(3), "b": jnp.zeros(3)}
+        state, _ = tools.last(
+            run(
+                loss=lambda p, x: tools.squared_distance(p["a"] + p["b"], x), start=params,
+                trainable={"a": True, "b": False}, average=mirrordp.UniformAverage(),
+                optimizer=federated.server_sgd(0.1),
+            )
+        )  # fmt: skip
+        assert (state.params["b"] == 0).all()
+        assert (state.params["a"] != 1).all()
+        assert (state.average["a"] != state.params["a"]).all()
+
+    def test_memory_decides_how_many_users_run_side_by_side(self):
+        step = federated.FederatedStep(
+            loss_fn=lambda p, x: tools.squared_distance(p[:3], x),
+            mechanism=mechanism(sampling=PoissonSampling.for_batch_size(90, num_examples=1000)),
+            optimizer=tools.recorder(1),
+            client_learning_rate=0.1,
+        )
+        capacity = step.mechanism.sampling.capacity
+        small = federated.default_users_per_pass(step, jnp.zeros(3), clients())
+        assert small == -(-capacity // 4)
+        large = jax.eval_shape(lambda: jnp.zeros(10**8))
+        assert federated.default_users_per_pass(step, large, clients()) == 1
+
+    def test_warm_start_judges_by_users(self):
+        public = clients([rows(4, n) for n in range(6)], PublicClients)
+        warm = mirrordp.warm_start_clients(
+            tools.squared_distance, 5 * jnp.ones(3), public, optimizer=optax.adam(0.3),
+            patience=5, max_epochs=60,
+        )  # fmt: skip
+        assert np.linalg.norm(warm.params - public.arrays.mean(axis=0)) < 1
+        with pytest.raises(ValueError, match="2 public users with rows"):
+            mirrordp.warm_start_clients(
+                tools.squared_distance, jnp.ones(3), clients([rows(4)], PublicClients)
+            )
+
+
+class TestAccounting:
+    """The paper's setting: 342,477 users, 100 expected, 1,600 rounds, σ = 0.4, δ = 1e-6."""
+
+    def stackoverflow(self, **options):
+        return Mechanism(
+            sampling=PoissonSampling.for_batch_size(100, num_examples=342_477),
+            l2_clip_norm=1.0,
+            noise_multiplier=0.4,
+            num_steps=1600,
+            unit="user",
+            **options,
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"accountant": Accountant.RDP}, 7.513),
+            ({"accountant": Accountant.RDP, "orders": accounting.COARSE_ORDERS}, 8.3208),
+            ({}, 6.052),
+        ],
+        ids=["rdp", "coarse", "pld"],
+    )
+    def test_golden_values(self, options, expected):
+        assert self.stackoverflow(**options).epsilon(1e-6) == pytest.approx(expected, abs=6e-4)
+
+    def test_the_report_names_the_unit(self):
+        made = mechanism(noise_multiplier=4.0)
+        report = mirrordp.RunReport.of(made, delta=1e-3, charged_steps=ROUNDS)
+        assert report.unit == "user"
+        assert "one user each" in report.privacy_card()

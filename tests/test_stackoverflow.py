@@ -1,0 +1,215 @@
+"""The StackOverflow experiment: files, splits, the network, metrics, and stages that resume."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrordp
+from experiments import models
+from experiments.stackoverflow import command, data, report
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and", "or", "not"]
+
+
+@pytest.fixture(scope="module")
+def users():
+    """Forty users with 1 to 40 sentences; two of them with more than 256."""
+    rng = np.random.default_rng(0)
+    sizes = [*rng.integers(1, 40, 38), 300, 600]
+    return {
+        f"user {number}": [" ".join(rng.choice(WORDS, rng.integers(2, 30))) for _ in range(size)]
+        for number, size in enumerate(sizes)
+    }
+
+
+@pytest.fixture(scope="module")
+def tsv(users, tmp_path_factory):
+    path = tmp_path_factory.mktemp("users") / "users.tsv"
+    path.write_text("".join(f"{user}\tsite\t{s}\n" for user, own in users.items() for s in own))
+    return path
+
+
+class TestReaders:
+    def test_every_format_gives_the_same_users(self, users, tsv, tmp_path):
+        h5py = pytest.importorskip("h5py")
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+
+        with h5py.File(tmp_path / "users.h5", "w") as file:
+            for user, own in users.items():
+                group = file.create_group(f"examples/{user}")
+                group.create_dataset("tokens", data=[s.encode() for s in own])
+                group.create_dataset("title", data=[b"" for _ in own])
+        rows = [{"user": user, "text": s} for user, own in users.items() for s in own]
+        (tmp_path / "users.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "users.parquet")
+        for path in (tsv, *(tmp_path / f"users.{kind}" for kind in ("h5", "jsonl", "parquet"))):
+            assert dict(data.read(path)) == users, path.suffix
+
+    def test_mistakes(self, tmp_path):
+        with pytest.raises(ValueError, match="expected one of"):
+            data.read(tmp_path / "users.txt")
+        (tmp_path / "bad.tsv").write_text("only a user\n")
+        with pytest.raises(ValueError, match="line 1: expected a user and a sentence"):
+            dict(data.read(tmp_path / "bad.tsv"))
+        (tmp_path / "bad.jsonl").write_text('{"name": 1}\n')
+        with pytest.raises(ValueError, match="expected the fields 'user' and 'text'"):
+            dict(data.read(tmp_path / "bad.jsonl"))
+
+
+class TestPrepare:
+    def test_splits_are_of_users_and_disjoint(self, tsv):
+        made = data.prepare(tsv, num_public_users=5, test_fraction=0.1)
+        facts = made.facts
+        assert (facts["test_users"], facts["public_users"], facts["validation_users"]) == (4, 5, 2)
+        assert len(made.private) == 40 - 4 - 5 - 2
+        assert not set(made.private.ids) & set(made.public.ids)
+        assert made.private.num_examples.max() <= 256
+        assert facts["stand_in"]
+
+    def test_a_user_decides_for_itself(self, users, tmp_path):
+        """Which sentences are kept and which side a user is on do not follow from other users."""
+        big = [(u, s) for u, s in users.items() if len(s) > 256]
+        for user, own in big:
+            kept, over = data.cut(user, own, 0)
+            assert len(kept) == 256
+            assert len(over) == min(256, len(own) - 256)
+            assert sorted(kept + over) == sorted(own) or len(own) > 512
+        ranks = [data._rank(user, "split", 0) for user in users]
+        assert len(set(ranks)) == len(users)
+
+    def test_the_vocabulary_is_public_unless_asked_otherwise(self, tsv):
+        made = data.prepare(tsv, num_public_users=5)
+        assert made.facts["vocabulary_from"] == "public"
+        assert not any("vocabulary" in line for line in made.facts["not_covered"])
+        made = data.prepare(tsv, num_public_users=5, vocabulary_from="train")
+        assert any("vocabulary" in line for line in made.facts["not_covered"])
+
+    def test_overflow_warns(self, tsv):
+        with pytest.warns(mirrordp.UnprotectedWarning, match="sentences of private users"):
+            made = data.prepare(tsv, overflow=True, test_data=tsv)
+        assert len(made.public) == 2
+        assert {name.removeprefix("overflow of ") for name in made.public.ids} == {
+            "user 38",
+            "user 39",
+        }
+        assert any("above 256" in line for line in made.facts["not_covered"])
+
+    def test_rows(self):
+        vocabulary = {"cat": 4, "sat": 5}
+        short, long = data.encode(["Cat sat flew", "cat " * 30], vocabulary)
+        begin = [data.BEGIN, 4, 5, data.UNKNOWN, data.END]
+        assert short.tolist() == begin + [data.PAD] * 16
+        assert long.tolist() == [data.BEGIN] + [4] * 20
+        assert data.encode(["", " "], vocabulary).shape == (0, 21)
+
+    def test_the_most_frequent_words(self):
+        made = data.make_vocabulary([("a", ["x x y", "z y x"]), ("b", ["w"])], size=3)
+        assert made == {"x": 4, "y": 5, "w": 6}
+
+
+class TestNetwork:
+    def test_the_papers_parameter_count(self):
+        shapes = jax.eval_shape(models.stackoverflow_lstm().init, jax.random.key(0))
+        sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(shapes[name])) for name in shapes}
+        assert sizes == {
+            "embedding": 960_384,
+            "cell": 2_055_560,
+            "projection": 64_416,
+            "out": 970_388,
+        }
+        assert sum(sizes.values()) == 4_050_748
+
+    def test_padding_has_no_loss(self):
+        net = models.stackoverflow_lstm(20, embedding=4, width=5)
+        params = net.init(jax.random.key(0))
+        row = jnp.array([1, 7, 8, 2, 0, 0])
+        full = jax.nn.log_softmax(net.predict(params, row[:-1]))
+        expected = -(full[0, 7] + full[1, 8] + full[2, 2]) / 5
+        assert float(net.loss(params, row)) == pytest.approx(float(expected), rel=1e-5)
+
+    def test_metrics(self):
+        """A network that always prefers token 5: right where a word is 5, never on special ones."""
+        logits = jnp.zeros(10).at[5].set(2.0).at[2].set(1.0)
+        net = models.Network(None, lambda params, row: jnp.tile(logits, (len(row), 1)), None)
+        rows = np.array([[1, 5, 6, 3, 2, 0], [1, 5, 5, 2, 0, 0]])
+        task = command.Task(None, net, {}, None, 0.0, None)
+        found = command.evaluate(task, {}, rows)
+        assert found["accuracy"] == pytest.approx(3 / 4)
+        losses = np.asarray(-jax.nn.log_softmax(logits))
+        all_targets = [5, 6, 3, 2, 5, 5, 2]
+        assert found["perplexity"] == pytest.approx(np.exp(losses[all_targets].mean()), rel=1e-5)
+        words = [5, 6, 5, 5]
+        assert found["word_perplexity"] == pytest.approx(np.exp(losses[words].mean()), rel=1e-5)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        monkeypatch.setattr(command, "SERVER_RATES", (1.0,))
+        monkeypatch.setattr(command, "CLIENT_RATES", (0.5,))
+        monkeypatch.setattr(command, "CLIPS", (0.3,))
+        monkeypatch.setattr(command, "DIVISORS", (3,))
+        monkeypatch.setattr(command, "USERS_PER_ROUND", 6)
+        monkeypatch.setattr(command, "ROUNDS_PER_CALL", 2)
+        # A PLD of much less noise takes seconds.
+        monkeypatch.setattr(command, "calibrated", lambda task, rounds: 4.0)
+        ticks = itertools.count()
+        monkeypatch.setattr(command, "clock", lambda: next(ticks))
+
+    def arguments(self, tsv, out, *more):
+        return [
+            "--data", str(tsv), "--out", str(out), "--words", "10", "--width", "4",
+            "--public-users", "4", "--rounds", "4", "--tuning-rounds", "4", "--seeds", "1", *more,
+        ]  # fmt: skip
+
+    def test_stops_goes_on_and_ends_with_the_same_numbers(self, tsv, tmp_path, capsys):
+        """On a clock that ticks whenever it is read, an uninterrupted run agrees with a cut one."""
+        assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
+        codes = []
+        while not codes or codes[-1] == 75:
+            # Enough for one run, and too little for the one after it.
+            codes.append(command.main(self.arguments(tsv, tmp_path / "cut", "--max-seconds", "9")))
+            assert len(codes) < 9
+        whole, cut = (
+            {json.dumps(r["job"]): r for r in command.records.read(tmp_path / name / "runs.jsonl")}
+            for name in ("whole", "cut")
+        )
+        assert len(codes) > 2
+        assert "goes on after round 2" in capsys.readouterr().err
+        assert whole.keys() == cut.keys()
+        assert len(whole) == 1 + 1 + 3
+        for job, record in whole.items():
+            assert record["metrics"] == pytest.approx(cut[job]["metrics"], rel=1e-5)
+            assert record["unit"] == "user"
+            assert record["epsilon"] <= command.EPSILON
+        table = (tmp_path / "cut" / "table.md").read_text()
+        assert "STAND-IN" in table
+        assert "PDA-DPMD warm | 1 |" in table
+        assert "not charged" in table
+        # Nothing is computed twice.
+        before = (tmp_path / "whole" / "runs.jsonl").read_text()
+        assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
+        assert (tmp_path / "whole" / "runs.jsonl").read_text() == before
+
+    def test_selection_never_sees_the_test_users(self, monkeypatch):
+        class Fake(command.Log):
+            def __init__(self):
+                pass
+
+            def record(self, job):
+                return {
+                    "validation": {"perplexity": abs(job.client_rate - 0.1) + (job.divisor or 0)},
+                    "metrics": {"perplexity": -job.client_rate},
+                }
+
+        monkeypatch.setattr(command, "CLIENT_RATES", (0.5, 0.1, 0.2))
+        best = min(command.jobs_of_rates(2, 1.0), key=Fake().validation_loss)
+        assert best.client_rate == 0.1
+
+    def test_a_table_without_runs(self):
+        assert report.table([]) == "No final run yet.\n"
