@@ -485,12 +485,13 @@ def neighbour_replay(
     while tried < num_pairs and worst < math.inf:
         victim, other, what = _propose(rows, count, rng, best)
         drawn = _company(mechanism, count, rng, tried)
+        place = rng.choice(drawn)
         tried += 1
-        data = _with_row(rows, 0, victim)
+        data = _with_row(rows, place, victim)
         index, is_padding = _padded(drawn, count)
-        neighbour, hidden = data, is_padding | (index == 0)
+        neighbour, hidden = data, is_padding | (index == place)
         if mechanism.adjacency is Adjacency.REPLACE:
-            neighbour, hidden = _with_row(rows, 0, other), is_padding
+            neighbour, hidden = _with_row(rows, place, other), is_padding
         one = released(data, index, is_padding)
         two = released(neighbour, index, hidden)
         distance = _distance(one, two) * mechanism.sampling.expected_batch_size / alpha
@@ -519,13 +520,11 @@ def _distance(one: PyTree, two: PyTree) -> float:
 
 
 def _company(mechanism: Mechanism, count: int, rng: np.random.Generator, number: int) -> np.ndarray:
-    """A batch with row 0 in it: as drawn by the mechanism, alone, or with everyone."""
-    if number % 4 == 1:
-        return np.zeros(1, int)
+    """A batch of at least one row: as drawn by the mechanism, of one row, or of all."""
+    drawn = np.asarray(next(iter(mechanism.sampling.batches(count, 1, rng))), int)
     if number % 4 == 2:
         return np.arange(count)
-    drawn = np.asarray(next(mechanism.sampling.batches(count, 1, rng)), int)
-    return drawn if 0 in drawn else np.append(drawn, 0)
+    return rng.integers(count, size=1) if number % 4 == 1 or len(drawn) == 0 else drawn
 
 
 def _padded(drawn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -578,7 +577,7 @@ def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
 def _propose(
     rows: Batch, count: int, rng: np.random.Generator, best: Any
 ) -> tuple[PyTree, PyTree, str]:
-    """Two versions of row 0 and how they came about: hostile ones, or variations of the best."""
+    """Two versions of a row and how they came about: hostile ones, or variations of the best."""
 
     def pick():
         place = rng.integers(count)
@@ -591,17 +590,23 @@ def _propose(
             _hostile(second, pick(), pick()),
             f"{first} and, where it is replaced, {second}",
         )
-    factor = rng.choice([-1.0, 1.0]) * 10.0 ** rng.uniform(-3, 3)
-    share = rng.choice([0.0, 0.0, 0.3])
-
-    def vary(row):
-        def one(leaf, other):
-            if not np.issubdtype(np.asarray(leaf).dtype, np.floating):
-                return leaf
-            with np.errstate(over="ignore", invalid="ignore"):
-                return np.asarray(factor * ((1 - share) * leaf + share * other), leaf.dtype)
-
-        return jax.tree.map(one, row, pick())
-
     victim, other, what = best
-    return vary(victim), other, f"a variation of: {what.removeprefix('a variation of: ')}"
+    share = rng.choice([0.0, 0.0, 0.3])
+    varied = _combined(victim, pick(), rng.choice([-1.0, 1.0]) * 10.0 ** rng.uniform(-3, 3), share)
+    if rng.random() < 0.5:
+        other = _combined(varied, varied, -1.0, 0.0)
+    return varied, other, f"a variation of: {what.removeprefix('a variation of: ')}"
+
+
+def _combined(row: PyTree, other: PyTree, factor: float, share: float) -> PyTree:
+    """factor · ((1 − share) · row + share · other) where there are floats, else the row."""
+
+    def one(leaf, other_leaf):
+        leaf = np.asarray(leaf)
+        if not np.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        with np.errstate(over="ignore", invalid="ignore"):
+            mixed = leaf if share == 0 else (1 - share) * leaf + share * other_leaf
+            return np.asarray(factor * mixed, leaf.dtype)
+
+    return jax.tree.map(one, row, other)

@@ -368,6 +368,11 @@ class TestRefused:
         with pytest.raises(ValueError, match="cannot be repeated, got seed=3"):
             run(seed=3)
 
+    def test_a_checkpoint(self, tmp_path):
+        """A resumed run repeats steps without charging them again; secure noise cannot repeat."""
+        with pytest.raises(ValueError, match="secure noise cannot be repeated"):
+            run(checkpoint=mirrordp.Checkpoint(tmp_path))
+
     def test_an_ordinary_generator_and_the_reverse(self):
         with pytest.raises(TypeError, match="rng must be SecureRandom, got Generator"):
             MECHANISM.batches(40, np.random.default_rng(0))
