@@ -408,3 +408,24 @@ def test_names_that_a_terminal_cannot_show(tmp_path):
     assert b"error" not in result.stderr
     assert b"\x07" not in result.stdout
     assert "\\ud800" in Page(page.read_text("utf-8")).text
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        {"length": 1},
+        {"length": 1, "head": 2},
+        {"length": 1, "head": "a", "budget": {"epsilon": 1.0}},
+        {"length": 1, "head": "a", "budget": 3},
+        {"length": "many", "head": "a"},
+    ],
+)
+def test_changed_ledgers_are_refused(ledger):
+    content = make_report().to_dict()
+    budget = {"epsilon": 3.0, "delta": 1e-5, "runs": 2, "used": 0.25}
+    report = RunReport.from_dict(
+        content | {"ledger": {"length": 2, "head": HOSTILE, "budget": budget}}
+    )
+    assert "they share one budget, of which 25%" in Page(report_page(report, run="r")).text
+    with pytest.raises(ReportError, match="changed or missing parts"):
+        RunReport.from_dict(content | {"ledger": ledger})
