@@ -6,6 +6,7 @@ Durable means that the bytes and the directory entry that leads to them were han
 
 import contextlib
 import datetime
+import errno
 import importlib.util
 import json
 import os
@@ -45,6 +46,12 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuses devices, pipes and folders: a rename would put an ordinary file in their place."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+
+
 def write_atomically(
     path: str | os.PathLike[str], content: bytes, *, mode: int | None = None
 ) -> None:
@@ -57,6 +64,7 @@ def write_atomically(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_replaceable(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         try:

@@ -1,15 +1,18 @@
-"""The command line: `mirrordp account | calibrate | demo | fit | predict | budget | audit`.
+"""The command line: `mirrordp account | calibrate | demo | fit | predict | ...`; see `--help`.
 
 With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
-standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
-came and what to do.
+standard error, progress as plain lines where that is no terminal, and not at all with `--quiet`.
+Nothing ends in a traceback unless MIRRORDP_TRACEBACK is set. Bad input ends with exit code 2 and
+one sentence that says what was expected, what came and what to do.
 """
 
 import argparse
 import contextlib
+import contextvars
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import shutil
@@ -33,7 +36,8 @@ from mirrordp.checkpoint import (
     remove_checkpoints,
 )
 from mirrordp.mechanism import UNITS
-from mirrordp.report import NOT_FOR_RELEASE, upwards
+from mirrordp.report import NOT_FOR_RELEASE, ReportError, upwards
+from mirrordp.report_commands import add_report_commands
 from mirrordp.tables import TASKS
 
 DEFAULT_FOLDER = "mirrordp-demo"
@@ -46,6 +50,13 @@ _LEAST_NOISE = 0.01
 _MOST_STEPS = 10**7
 _LARGEST_TARGET = 1000.0
 _LARGEST_FOR_PLD = 1e5
+
+
+# Seconds after which something that goes on is mentioned, and after which it is mentioned again.
+_PATIENCE = 2.0
+_REMINDER = 30.0
+
+_quiet = contextvars.ContextVar("quiet", default=False)
 
 
 class UsageError(Exception):
@@ -74,6 +85,9 @@ def _rephrased(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
+        # What a terminal cannot show is spelt out instead of ending the program.
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         parser = _parser()
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -83,14 +97,57 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         arguments.command = list(sys.argv[1:] if argv is None else argv)
         with _quiet_accountant(), _one_line_warnings():
-            return arguments.run(arguments)
-    except UsageError as error:
+            token = _quiet.set(getattr(arguments, "quiet", False))
+            try:
+                return _finished(arguments.run(arguments))
+            finally:
+                _quiet.reset(token)
+    except (UsageError, ReportError) as error:
         print(f"mirrordp: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interruption:
         advice = f" {interruption}" if str(interruption) else ""
         print(f"mirrordp: interrupted.{advice}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; Python must not try to flush again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(
+            "mirrordp: error: expected files that can be read and written, got "
+            f"{str(error.filename)!r} ({error.strerror}); make room or choose another place.",
+            file=sys.stderr,
+        )
+        return 2
+    except Exception as error:
+        if os.environ.get("MIRRORDP_TRACEBACK"):
+            raise
+        # The message may quote private data, so the operator has to ask for it.
+        print(
+            f"mirrordp: error: expected to finish, got {type(error).__name__} "
+            f"({_place(error)}), which should not happen; set MIRRORDP_TRACEBACK=1 to see where "
+            "from, which may show private data, and please report it.",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def _finished(code: int) -> int:
+    """Flushes here, where a reader that has gone away can still be dealt with."""
+    sys.stdout.flush()
+    return code
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "unknown place"
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
 
 
 @contextlib.contextmanager
@@ -188,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_table_commands(commands)
     _add_budget_commands(commands)
     _add_audit_command(commands)
+    add_report_commands(commands, _command)
     return parser
 
 
@@ -204,6 +262,9 @@ def _command(
         description=summary[0].upper() + summary[1:] + ".",
         epilog=example,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress; errors and warnings are still shown"
     )
     parser.set_defaults(run=run, prog=parser.prog)
     return parser
@@ -260,8 +321,8 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
 def _no_command(arguments: argparse.Namespace) -> int:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict or budget), got none; see "
-        "'mirrordp --help'."
+        "expected a command (account, calibrate, demo, fit, predict, budget, report or compare), "
+        "got none; see 'mirrordp --help'."
     )
 
 
@@ -472,7 +533,8 @@ def _orders(arguments: argparse.Namespace) -> tuple[float, ...] | None:
 def _advised(arguments: argparse.Namespace, compute: Callable[[], Any]) -> Any:
     """Turns a refusal of the library into one sentence."""
     try:
-        return compute()
+        with _patiently("computing epsilon"):
+            return compute()
     except accounting.UnsupportedError as error:
         if arguments.accountant is None:
             raise UsageError(_sentence(error)) from None
@@ -566,12 +628,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     from mirrordp import demo
 
     settings = demo.Settings()
-    print(
-        f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
-        f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
-        file=sys.stderr,
+    if not arguments.quiet:
+        print(
+            f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
+            f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
+            file=sys.stderr,
+        )
+    result = demo.run_demo(
+        folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
     )
-    result = demo.run_demo(folder, seed=arguments.seed, settings=settings)
     report = result.report
     if arguments.json:
         print(
@@ -661,6 +726,12 @@ def _add_table_commands(commands: Any) -> None:
     ):
         fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     fit.add_argument(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help=f"{table}; further rows that need no protection, to judge the model by",
+    )
+    fit.add_argument(
         "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
     )
     fit.add_argument(
@@ -746,6 +817,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
+                test=arguments.test,
                 budget=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
@@ -802,6 +874,9 @@ def _fit(arguments: argparse.Namespace) -> int:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
+    for name in ("test_rmse", "test_loss", "test_accuracy"):
+        if name in report.results:
+            print(f"On test rows: {name.removeprefix('test_')} {report.results[name]:.4g}.")
     print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
     return 0
@@ -1146,16 +1221,39 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _patiently(doing: str) -> Iterator[None]:
-    """Says on standard error what is going on where it takes more than two seconds."""
-    timer = threading.Timer(
-        2.0, lambda: print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
-    )
-    timer.daemon = True
-    timer.start()
+    """Says on standard error what is going on where it takes more than two seconds.
+
+    On a terminal the line counts the seconds and goes away at the end; elsewhere it is a plain line
+    after two seconds and another one every half minute.
+    """
+    if _quiet.get():
+        yield
+        return
+    done = threading.Event()
+    terminal = sys.stderr.isatty()
+    began = time.monotonic()
+
+    def tell() -> None:
+        shown = not done.wait(_PATIENCE)
+        if shown and not terminal:
+            print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
+        while not done.is_set():
+            if terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            if not done.wait(1.0 if terminal else _REMINDER) and not terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+        if shown and terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
 
 
 def _writable(folder: Path) -> Path:

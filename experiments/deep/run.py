@@ -32,6 +32,7 @@ class Session:
         deadline: when to stop, by `time.monotonic`; None for never.
         quiet: no progress.
         max_steps: cut every run short, for tests of the machinery.
+        warm_starts: folder of pre-trained parameters.
     """
 
     folder: Path
@@ -39,10 +40,11 @@ class Session:
     deadline: float | None = None
     quiet: bool = False
     max_steps: int | None = None
+    warm_starts: Path | None = None
 
     def __post_init__(self):
         self._loaded: dict = {}
-        self._warm_starts = WarmStarts()
+        self._warm_starts = WarmStarts(self.warm_starts)
         self._slowest: dict = {}
 
     def data(self, settings: Settings, kind: str) -> Loaded:
@@ -145,6 +147,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-seconds", type=float, help="begin no run that would not end in this time"
     )
     parser.add_argument("--max-steps", type=int, help="cut every run short (needs --synthetic)")
+    parser.add_argument(
+        "--warm-starts",
+        type=Path,
+        help="folder that keeps pre-trained parameters",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -173,7 +180,12 @@ def open_session(arguments: argparse.Namespace) -> Session:
     if arguments.max_seconds is not None:
         deadline = time.monotonic() + arguments.max_seconds
     return Session(
-        arguments.results, read, deadline, quiet=arguments.quiet, max_steps=arguments.max_steps
+        arguments.results,
+        read,
+        deadline,
+        quiet=arguments.quiet,
+        max_steps=arguments.max_steps,
+        warm_starts=arguments.warm_starts or arguments.results / "warm_starts",
     )
 
 

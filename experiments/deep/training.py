@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,9 +101,17 @@ def alpha(settings: Settings, num_private: int) -> float | Callable:
 
 
 class WarmStarts:
-    """Pre-trained parameters by seed, computed once for all runs that begin there."""
+    """Pre-trained parameters by seed, computed once for all runs that begin there.
 
-    def __init__(self) -> None:
+    On a GPU two processes that pre-train alike do not end alike, by as much as what is to be
+    measured: the parameters are kept in files, so that runs which are compared begin at one point.
+
+    Args:
+        folder: where the files are; None keeps nothing beyond this process.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._found: dict[Any, tuple[Params, dict[str, Any]]] = {}
 
     def get(self, settings: Settings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
@@ -112,10 +122,32 @@ class WarmStarts:
             return cold, {}
         # Data sets of one process may differ in what is public (other text, another vocabulary).
         public = (data.prepared.label, settings.vocabulary, settings.public_text)
-        key = (settings.dataset, public, settings.warm_start, settings.augment_public, seed)
+        chosen = dataclasses.asdict(settings.warm_start)
+        key = records.fingerprint(
+            [settings.dataset, public, chosen, settings.augment_public, len(data.public), seed]
+        )
         if key not in self._found:
-            self._found[key] = _warm_start(settings, data, cold, seed)
+            self._found[key] = self._read(key, cold) or _warm_start(settings, data, cold, seed)
+            self._write(key, *self._found[key])
         return self._found[key]
+
+    def _read(self, key: str, like: Params) -> tuple[Params, dict[str, Any]] | None:
+        if self._folder is None or not (self._folder / f"{key}.npz").exists():
+            return None
+        leaves, structure = jax.tree.flatten(like)
+        with np.load(self._folder / f"{key}.npz", allow_pickle=False) as file:
+            found = [jnp.asarray(file[str(number)]) for number in range(len(leaves))]
+            about = json.loads(str(file["about"]))
+        return jax.tree.unflatten(structure, found), about
+
+    def _write(self, key: str, params: Params, about: dict[str, Any]) -> None:
+        if self._folder is None or (self._folder / f"{key}.npz").exists():
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))}
+        draft = self._folder / f"{key}.draft.npz"
+        np.savez(draft, about=json.dumps(about), **arrays)
+        draft.replace(self._folder / f"{key}.npz")
 
 
 def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
@@ -138,8 +170,17 @@ def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
         "num_epochs": found.num_epochs,
         "holdout_loss": float(np.min(found.holdout_losses)),
         "seconds": round(time.perf_counter() - start, 2),
+        "digest": _digest(found.params),
     }
     return found.params, about
+
+
+def _digest(params: Params) -> str:
+    """Twelve hexadecimal digits that tell whether two runs began at the same point."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:12]
 
 
 @functools.cache

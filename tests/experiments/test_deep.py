@@ -526,3 +526,27 @@ def test_neighbours():
         assert sweep.neighbour(sweep.neighbour(rate, 1), -1) == rate
         rate = sweep.neighbour(rate, 1)
     assert rate == 10.0
+
+
+def test_warm_starts_are_kept_in_files(tmp_path, monkeypatch):
+    """Another process begins where the first one did, also where pre-training would differ."""
+    data = training.Loaded.of(datasets.synthetic("emnist", num_private=64, num_public=16))
+    base = load(CONFIGS / "emnist" / "warm-s1.89.toml")
+    calls = []
+
+    def pretrain(settings, data, cold, seed):
+        calls.append(seed)
+        return jax.tree.map(lambda leaf: leaf + len(calls), cold), {"digest": str(len(calls))}
+
+    monkeypatch.setattr(training, "_warm_start", pretrain)
+    first, about = training.WarmStarts(tmp_path).get(base, data, 1)
+    again, about_again = training.WarmStarts(tmp_path).get(base, data, 1)
+    other, _ = training.WarmStarts(tmp_path).get(base, data, 2)
+    assert calls == [1, 2]
+    assert about == about_again == {"digest": "1"}
+    for a, b, c in zip(*map(jax.tree.leaves, (first, again, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(a, c)
+    forgetful, _ = training.WarmStarts().get(base, data, 1)
+    assert calls == [1, 2, 1]
+    assert not np.array_equal(jax.tree.leaves(forgetful)[0], jax.tree.leaves(first)[0])
