@@ -31,7 +31,8 @@ from scipy import stats
 
 from mirrordp import _validate, mirror
 from mirrordp.accounting import Adjacency
-from mirrordp.data import PrivateData, PublicData
+from mirrordp.data import PrivateClients, PrivateData, PublicData
+from mirrordp.federated import federated_train
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import GaussianNoise
 from mirrordp.sampling import FullBatch, PoissonSampling
@@ -139,6 +140,7 @@ class Algorithm(enum.Enum):
     DP_SGD = "dp-sgd"
     FIRST_ORDER = "pda-dpmd"
     EXACT = "exact-pda-dpmd"
+    FEDERATED = "federated-pda-dpmd"
 
 
 class Attack(enum.Enum):
@@ -216,7 +218,17 @@ def audit(
             "an audit needs a public number of rows and adjacency='zero-out': canaries that take "
             "no part are rows of zeros. Use PoissonSampling.for_batch_size(...)."
         )
-    made = [(algorithm, attack) for algorithm in algorithms for attack in attacks]
+    made = [
+        (algorithm, attack)
+        for algorithm in algorithms
+        for attack in attacks
+        if (algorithm, attack) != (Algorithm.FEDERATED, Attack.PAIRED)
+    ]
+    if not made:
+        raise ValueError(
+            "expected an attack on an algorithm, got none: the federated algorithm has no paired "
+            "attack (its runs are not made side by side). Use Attack.ONE_RUN or Attack.GAUSSIAN."
+        )
     significance = (1 - confidence) / len(made)
     rng = np.random.default_rng(seed)
     epsilon = None
@@ -261,7 +273,7 @@ def _setting(algorithm: Algorithm, dims: int) -> tuple[dict[str, Any], np.ndarra
         mirror_map = mirror.QuadraticMap.from_hessian(hessian, np.zeros(dims))
         return {"optimizer": mirror_descent(mirror_map, 0.1)}, hessian
     options: dict[str, Any] = {"optimizer": optax.sgd(0.1)}
-    if algorithm is Algorithm.FIRST_ORDER:
+    if algorithm in (Algorithm.FIRST_ORDER, Algorithm.FEDERATED):
         half = rng.normal(size=(2, dims)).astype(np.float32)
         options |= {
             "public": PublicData(np.concatenate([half, -half])),
@@ -275,19 +287,35 @@ def _seed(rng: np.random.Generator) -> int:
     return int(rng.integers(2**62))
 
 
+def _trained(
+    algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int, options: dict[str, Any]
+) -> Any:
+    """The last state of a run from zero in which every row is a record, or a user."""
+    start = jnp.zeros(rows.shape[1])
+    if algorithm is Algorithm.FEDERATED:
+        steps = federated_train(
+            _pull,
+            start,
+            # A user's update after one local step at rate 1 is its row.
+            PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1),
+            mechanism=dataclasses.replace(mechanism, unit="user"),
+            client_learning_rate=1.0,
+            client_batch_size=1,
+            seed=seed,
+            **options,
+        )
+    else:
+        steps = train(_pull, start, PrivateData(rows), mechanism=mechanism, seed=seed, **options)
+    *_, (state, _) = steps
+    return state
+
+
 def _one_run(mechanism, algorithm, delta, significance, rng) -> float:
     canaries = mechanism.sampling.num_examples
     included = rng.random(canaries) < 0.5
     rows = mechanism.l2_clip_norm * np.diag(included).astype(np.float32)
     options, to_scores = _setting(algorithm, canaries)
-    *_, (state, _) = train(
-        _pull,
-        jnp.zeros(canaries),
-        PrivateData(rows),
-        mechanism=mechanism,
-        seed=_seed(rng),
-        **options,
-    )
+    state = _trained(algorithm, rows, mechanism, _seed(rng), options)
     scores = to_scores @ np.asarray(state.params, np.float64)
     return one_run_epsilon(scores, included, delta=delta, significance=significance)
 
@@ -340,16 +368,10 @@ def _gaussian(mechanism, algorithm, significance, rng) -> float:
     included = np.arange(canaries) % 2 == 0
     options, _ = _setting(algorithm, canaries)
     # Where θ stands still the public gradient is zero.
-    still = optax.sgd(0.0) if algorithm is Algorithm.FIRST_ORDER else options["optimizer"]
+    still = options["optimizer"] if algorithm is Algorithm.EXACT else optax.sgd(0.0)
     recorded: dict[str, Any] = options | {"optimizer": _recording(still, steps)}
-    *_, (state, _) = train(
-        _pull,
-        jnp.zeros(canaries),
-        PrivateData(mechanism.l2_clip_norm * np.diag(included).astype(np.float32)),
-        mechanism=full,
-        seed=_seed(rng),
-        **recorded,
-    )
+    rows = mechanism.l2_clip_norm * np.diag(included).astype(np.float32)
+    state = _trained(algorithm, rows, full, _seed(rng), recorded)
     seen = -np.asarray(state.opt_state[1]) * canaries / options.get("alpha", 1.0)
     return gaussian_mu(
         seen[:, included].ravel(),

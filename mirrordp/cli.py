@@ -1162,6 +1162,10 @@ def _audit(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"expected --canaries of at least 30, got {arguments.canaries}; fewer prove nothing."
         )
+    if (arguments.algorithm, arguments.attack) == ("federated-pda-dpmd", "paired"):
+        raise UsageError(
+            "expected --attack one-run or gaussian for the federated algorithm, got paired."
+        )
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(
             arguments.sampling_prob * arguments.canaries, num_examples=arguments.canaries

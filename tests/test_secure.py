@@ -356,6 +356,28 @@ class TestTraining:
             )
             assert all(len(set(draw.tolist())) == size for draw in draws)
 
+    def test_federated_rounds(self):
+        mechanism = tools.mechanism(noise=SecureGaussianNoise(num_params=3), unit="user")
+        users = mirrordp.PrivateClients.from_users(
+            list(tools.features()[:, None]), max_examples_per_user=1
+        )
+
+        def rounds(**options):
+            return mirrordp.federated_train(
+                tools.squared_distance,
+                jnp.zeros(3),
+                users,
+                mechanism=mechanism,
+                client_learning_rate=1.0,
+                **options,
+            )
+
+        first, second = (np.asarray(tools.last(rounds())[0].params) for _ in range(2))
+        assert np.all(np.isfinite(first))
+        assert np.all(first != second)
+        with pytest.raises(ValueError, match="cannot be repeated, got seed=3"):
+            rounds(seed=3)
+
     def test_the_report_says_so(self):
         found = mirrordp.RunReport.of(MECHANISM, 1e-5)
         assert "secure" in found.noise
