@@ -1,15 +1,18 @@
-"""The command line: `mirrordp account | calibrate | demo | fit | predict | budget`.
+"""The command line: `mirrordp account | calibrate | demo | fit | predict | ...`; see `--help`.
 
 With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
-standard error. Bad input ends with exit code 2 and one sentence that says what was expected, what
-came and what to do.
+standard error, progress as plain lines where that is no terminal, and not at all with `--quiet`.
+Nothing ends in a traceback unless MIRRORDP_TRACEBACK is set. Bad input ends with exit code 2 and
+one sentence that says what was expected, what came and what to do.
 """
 
 import argparse
 import contextlib
+import contextvars
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import shutil
@@ -33,7 +36,8 @@ from mirrordp.checkpoint import (
     remove_checkpoints,
 )
 from mirrordp.mechanism import UNITS
-from mirrordp.report import NOT_FOR_RELEASE, upwards
+from mirrordp.report import NOT_FOR_RELEASE, ReportError, upwards
+from mirrordp.report_commands import add_report_commands
 from mirrordp.tables import TASKS
 
 DEFAULT_FOLDER = "mirrordp-demo"
@@ -46,6 +50,13 @@ _LEAST_NOISE = 0.01
 _MOST_STEPS = 10**7
 _LARGEST_TARGET = 1000.0
 _LARGEST_FOR_PLD = 1e5
+
+
+# Seconds after which something that goes on is mentioned, and after which it is mentioned again.
+_PATIENCE = 2.0
+_REMINDER = 30.0
+
+_quiet = contextvars.ContextVar("quiet", default=False)
 
 
 class UsageError(Exception):
@@ -74,6 +85,9 @@ def _rephrased(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
+        # What a terminal cannot show is spelt out instead of ending the program.
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         parser = _parser()
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -83,14 +97,57 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         arguments.command = list(sys.argv[1:] if argv is None else argv)
         with _quiet_accountant(), _one_line_warnings():
-            return arguments.run(arguments)
-    except UsageError as error:
+            token = _quiet.set(getattr(arguments, "quiet", False))
+            try:
+                return _finished(arguments.run(arguments))
+            finally:
+                _quiet.reset(token)
+    except (UsageError, ReportError) as error:
         print(f"mirrordp: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interruption:
         advice = f" {interruption}" if str(interruption) else ""
         print(f"mirrordp: interrupted.{advice}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; Python must not try to flush again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(
+            "mirrordp: error: expected files that can be read and written, got "
+            f"{str(error.filename)!r} ({error.strerror}); make room or choose another place.",
+            file=sys.stderr,
+        )
+        return 2
+    except Exception as error:
+        if os.environ.get("MIRRORDP_TRACEBACK"):
+            raise
+        # The message may quote private data, so the operator has to ask for it.
+        print(
+            f"mirrordp: error: expected to finish, got {type(error).__name__} "
+            f"({_place(error)}), which should not happen; set MIRRORDP_TRACEBACK=1 to see where "
+            "from, which may show private data, and please report it.",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def _finished(code: int) -> int:
+    """Flushes here, where a reader that has gone away can still be dealt with."""
+    sys.stdout.flush()
+    return code
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "unknown place"
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
 
 
 @contextlib.contextmanager
@@ -187,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     _add_table_commands(commands)
     _add_budget_commands(commands)
+    _add_audit_command(commands)
+    add_report_commands(commands, _command)
     return parser
 
 
@@ -203,6 +262,9 @@ def _command(
         description=summary[0].upper() + summary[1:] + ".",
         epilog=example,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress; errors and warnings are still shown"
     )
     parser.set_defaults(run=run, prog=parser.prog)
     return parser
@@ -259,8 +321,8 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
 def _no_command(arguments: argparse.Namespace) -> int:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict or budget), got none; see "
-        "'mirrordp --help'."
+        "expected a command (account, calibrate, demo, fit, predict, budget, report or compare), "
+        "got none; see 'mirrordp --help'."
     )
 
 
@@ -471,7 +533,8 @@ def _orders(arguments: argparse.Namespace) -> tuple[float, ...] | None:
 def _advised(arguments: argparse.Namespace, compute: Callable[[], Any]) -> Any:
     """Turns a refusal of the library into one sentence."""
     try:
-        return compute()
+        with _patiently("computing epsilon"):
+            return compute()
     except accounting.UnsupportedError as error:
         if arguments.accountant is None:
             raise UsageError(_sentence(error)) from None
@@ -565,12 +628,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     from mirrordp import demo
 
     settings = demo.Settings()
-    print(
-        f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
-        f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
-        file=sys.stderr,
+    if not arguments.quiet:
+        print(
+            f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
+            f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
+            file=sys.stderr,
+        )
+    result = demo.run_demo(
+        folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
     )
-    result = demo.run_demo(folder, seed=arguments.seed, settings=settings)
     report = result.report
     if arguments.json:
         print(
@@ -660,6 +726,12 @@ def _add_table_commands(commands: Any) -> None:
     ):
         fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     fit.add_argument(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help=f"{table}; further rows that need no protection, to judge the model by",
+    )
+    fit.add_argument(
         "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
     )
     fit.add_argument(
@@ -745,6 +817,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
+                test=arguments.test,
                 budget=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
@@ -801,6 +874,9 @@ def _fit(arguments: argparse.Namespace) -> int:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
+    for name in ("test_rmse", "test_loss", "test_accuracy"):
+        if name in report.results:
+            print(f"On test rows: {name.removeprefix('test_')} {report.results[name]:.4g}.")
     print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
     return 0
@@ -1032,18 +1108,152 @@ def _table_errors() -> Iterator[None]:
         ) from None
 
 
+# audit.
+
+
+def _add_audit_command(commands: Any) -> None:
+    audit = _command(
+        commands,
+        "audit",
+        _audit,
+        "attack the library's own algorithms and compare with the stated epsilon",
+        "example: mirrordp audit --noise-multiplier 3 --steps 16 --canaries 240; exit code 1 means "
+        "that a claim was refuted",
+    )
+    options = [
+        ("--noise-multiplier", _positive, 3.0, "S", "standard deviation over the clip norm"),
+        ("--sampling-prob", _probability, 0.25, "Q", "probability of a record to join a step"),
+        ("--steps", _positive_integer, 16, "T", "number of steps"),
+        ("--canaries", _positive_integer, 240, "N", "records, all of them canaries"),
+        ("--runs", _positive_integer, 200, "N", "runs with, and without, the paired canary"),
+        ("--delta", _open_unit_interval, 1e-5, "D", "delta of the claim"),
+        ("--confidence", _open_unit_interval, 0.95, "P", "of all bounds together"),
+    ]
+    for name, kind, default, metavar, text in options:
+        audit.add_argument(
+            name, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)"
+        )
+    algorithms, attacks = (
+        ("dp-sgd", "pda-dpmd", "exact-pda-dpmd"),
+        ("one-run", "paired", "gaussian"),
+    )
+    for name, choices in (("--algorithm", algorithms), ("--attack", attacks)):
+        audit.add_argument(
+            name,
+            type=_one_of("all", *choices),
+            default="all",
+            metavar="NAME",
+            help=f"{', '.join(choices)} or all (default: %(default)s)",
+        )
+    audit.add_argument("--seed", type=_seed, metavar="N", help="makes the audit repeatable")
+    audit.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _chosen(kind: Any, name: str) -> list[Any]:
+    return list(kind) if name == "all" else [kind(name)]
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from mirrordp import auditing
+    from mirrordp.mechanism import Mechanism
+    from mirrordp.sampling import PoissonSampling
+
+    if arguments.canaries < 30:
+        raise UsageError(
+            f"expected --canaries of at least 30, got {arguments.canaries}; fewer prove nothing."
+        )
+    if (arguments.algorithm, arguments.attack) == ("federated-pda-dpmd", "paired"):
+        raise UsageError(
+            "expected --attack one-run or gaussian for the federated algorithm, got paired."
+        )
+    mechanism = Mechanism(
+        sampling=PoissonSampling.for_batch_size(
+            arguments.sampling_prob * arguments.canaries, num_examples=arguments.canaries
+        ),
+        l2_clip_norm=1.0,
+        noise_multiplier=arguments.noise_multiplier,
+        num_steps=arguments.steps,
+    )
+    with _patiently("training canaries and attacking them"):
+        found = auditing.audit(
+            mechanism,
+            algorithms=_chosen(auditing.Algorithm, arguments.algorithm),
+            attacks=_chosen(auditing.Attack, arguments.attack),
+            delta=arguments.delta,
+            confidence=arguments.confidence,
+            num_runs=arguments.runs,
+            seed=arguments.seed,
+        )
+    refuted = any(result.refuted for result in found)
+    if arguments.json:
+        rows = [
+            {
+                "algorithm": result.algorithm.value,
+                "attack": result.attack.value,
+                "measure": result.measure,
+                "reported": result.reported,
+                "lower_bound": result.lower_bound,
+                "refuted": result.refuted,
+            }
+            for result in found
+        ]
+        shared = {"delta": arguments.delta, "confidence": arguments.confidence}
+        print(json.dumps({"refuted": refuted, **shared, "audits": rows}))
+        return int(refuted)
+    print(f"{'algorithm':<16}{'attack':<10}{'of':<9}{'reported':>9}{'at least':>10}")
+    for result in found:
+        print(
+            f"{result.algorithm.value:<16}{result.attack.value:<10}{result.measure:<9}"
+            f"{result.reported:>9.3f}{result.lower_bound:>10.3f}"
+            + ("  REFUTED" if result.refuted else "")
+        )
+    print(
+        f"All {len(found)} lower bounds hold together with confidence {arguments.confidence:g} "
+        f"(delta {arguments.delta:g})."
+    )
+    print(
+        "A claim was refuted: do not release models trained with this installation."
+        if refuted
+        else "No claim was refuted, which does not prove that they are true; see docs/auditing.md."
+    )
+    return int(refuted)
+
+
 @contextlib.contextmanager
 def _patiently(doing: str) -> Iterator[None]:
-    """Says on standard error what is going on where it takes more than two seconds."""
-    timer = threading.Timer(
-        2.0, lambda: print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
-    )
-    timer.daemon = True
-    timer.start()
+    """Says on standard error what is going on where it takes more than two seconds.
+
+    On a terminal the line counts the seconds and goes away at the end; elsewhere it is a plain line
+    after two seconds and another one every half minute.
+    """
+    if _quiet.get():
+        yield
+        return
+    done = threading.Event()
+    terminal = sys.stderr.isatty()
+    began = time.monotonic()
+
+    def tell() -> None:
+        shown = not done.wait(_PATIENCE)
+        if shown and not terminal:
+            print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
+        while not done.is_set():
+            if terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            if not done.wait(1.0 if terminal else _REMINDER) and not terminal:
+                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+        if shown and terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
 
 
 def _writable(folder: Path) -> Path:

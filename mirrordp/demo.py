@@ -260,7 +260,7 @@ def run_demo(
     if steps[-1] != settings.num_steps:
         steps = np.append(steps, settings.num_steps)
     curves = tuple(
-        Curve(method.label, steps, np.stack([o.losses for o in outcomes[method.name]]))
+        Curve(method.label, steps, np.stack([o.losses for o in outcomes[method.name]]), "test loss")
         for method in methods
     )
     results = _results(settings, methods, rates, outcomes, together)
@@ -272,6 +272,7 @@ def run_demo(
         f"have epsilon {upwards(together)} together",
         tuning=TUNING,
         seed=seed,
+        curves=curves,
         results=results,
     )
     subtitle = (

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,41 @@ from mirrordp._files import write_atomically
 from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
+from mirrordp.charts import PALETTE
 from mirrordp.ledger import FileLedger, Ledger
-from mirrordp.mechanism import Mechanism
+from mirrordp.mechanism import UNITS, Mechanism
 
+SECURE_NOISE = "independent Gaussian, secure: exact on a lattice, keyed by the operating system"
 NOT_FOR_RELEASE = "reproducible, not for release"
+WEAK_EPSILON = 10.0
+"""Above it the certainty bound is 99.99%: the guarantee by itself says next to nothing."""
 TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
 )
 
+SCHEMA_VERSION = 2
+"""Of report.json: 2 added `epsilon_over_steps` and `curves`; reports without a version are 1."""
+
 Results = Mapping[str, Any]
+
+
+class ReportError(ValueError):
+    """A stored report that cannot be read; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Warned:
+    """Something that a reader of a report must know before relying on it.
+
+    Attributes:
+        grave: whether the model should not be released as it is.
+        title: what it is about, in a few words.
+        text: what it means and what to do, in sentences.
+    """
+
+    grave: bool
+    title: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +85,9 @@ class RunReport:
         shown_without_protection: what the caller printed or plotted about private rows.
         seed: the seed that the caller gave; None where the operating system provided randomness.
         versions: library versions.
+        epsilon_over_steps: pairs of charged steps and of the ε that they cost together at `delta`,
+            of this run alone; computed from the mechanism, not measured.
+        curves: how a released quantity developed, one `Curve` for each method.
         results: released quantities, such as the accuracy on public test rows.
         ledger: length and head of the ledger file, and the budget, that the run was charged to.
     """
@@ -83,6 +113,8 @@ class RunReport:
     shown_without_protection: tuple[str, ...]
     seed: int | None
     versions: Mapping[str, str]
+    epsilon_over_steps: tuple[tuple[int, float], ...] = ()
+    curves: tuple["Curve", ...] = ()
     results: Results
     ledger: Mapping[str, Any] | None = None
 
@@ -100,6 +132,7 @@ class RunReport:
         tuning: str = TUNING_NOT_CHARGED,
         shown_without_protection: Sequence[str] = (),
         seed: int | None = None,
+        curves: Sequence["Curve"] = (),
         results: Results | None = None,
     ) -> "RunReport":
         """The report of a run of `mechanism`.
@@ -121,6 +154,8 @@ class RunReport:
             shown_without_protection: what was printed or plotted about private rows without noise,
                 for example "batch loss, on the operator's terminal".
             seed: the seed given to `train`, if any.
+            curves: released quantities over training, for the page of `mirrordp report`. The same
+                rule holds for them as for results.
             results: released quantities to keep beside the statement. They must follow from
                 released values and public rows; names that say `unprivatized` are refused.
         """
@@ -160,7 +195,11 @@ class RunReport:
             unit=mechanism.unit,
             sampling=mechanism.sampling.name,
             sampling_prob=float(mechanism.sampling.sampling_prob),
-            noise="independent Gaussian" if bands == 1 else f"correlated Gaussian, {bands} bands",
+            noise=SECURE_NOISE
+            if mechanism.is_secure
+            else "independent Gaussian"
+            if bands == 1
+            else f"correlated Gaussian, {bands} bands",
             noise_multiplier=float(mechanism.noise_multiplier),
             l2_clip_norm=float(mechanism.l2_clip_norm),
             divisor=float(mechanism.sampling.expected_batch_size),
@@ -174,13 +213,64 @@ class RunReport:
             shown_without_protection=tuple(shown_without_protection),
             seed=seed,
             versions=library_versions(),
+            epsilon_over_steps=_spending(mechanism, delta, steps),
+            curves=tuple(curves),
             results=_plain(results or {}, "results"),
             ledger=_ledger_statement(ledger, budget),
         )
 
+    @classmethod
+    def from_dict(cls, content: Any, source: str = "report.json") -> "RunReport":
+        """The inverse of `to_dict`; also reads reports of schema version 1.
+
+        Args:
+            content: what `to_dict` returned.
+            source: where it comes from, for messages.
+
+        Raises:
+            ReportError: if it is anything else.
+        """
+        if not isinstance(content, dict) or not {"epsilon", "delta", "adjacency"} <= set(content):
+            raise ReportError(
+                f"expected a report written by mirrordp, got something else in {source!r}; check "
+                "the path."
+            )
+        version = content.get("schema_version", 1)
+        if version not in range(1, SCHEMA_VERSION + 1):
+            raise ReportError(
+                f"expected a report of schema version 1 to {SCHEMA_VERSION}, got {version!r} in "
+                f"{source!r}; use the mirrordp that wrote it."
+            )
+        try:
+            return cls(**_stored_fields(cls, content))
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ReportError(
+                f"expected an intact report, got changed or missing parts in {source!r} "
+                f"({error}); write it again."
+            ) from None
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "RunReport":
+        """Reads `report.json` from a folder that `write` made.
+
+        Raises:
+            ReportError: if there is none, or it was changed or cut.
+        """
+        path = Path(folder) / "report.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            content = None
+        except OSError as error:
+            raise ReportError(
+                f"expected a folder with report.json as written by mirrordp, got {str(folder)!r} "
+                f"({error.strerror}); check the path."
+            ) from None
+        return cls.from_dict(content, str(path))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types in a fixed order; an infinite ε is None, which JSON can hold."""
-        fields = {
+        fields = {"schema_version": SCHEMA_VERSION} | {
             field.name: _plain(getattr(self, field.name), field.name)
             for field in dataclasses.fields(self)
         }
@@ -212,17 +302,17 @@ class RunReport:
                 "",
                 "| question | answer |",
                 "|---|---|",
-                *(f"| {question} | {answer} |" for question, answer in self._answers()),
+                *(f"| {question} | {_cell(answer)} |" for question, answer in self.answers()),
                 "",
                 "## What is not protected",
                 "",
-                *(f"- {line}" for line in self._limits()),
+                *(f"- {line}" for line in self.limits()),
                 "",
                 "## The numbers",
                 "",
                 "| quantity | value |",
                 "|---|---|",
-                *(f"| {name} | {value} |" for name, value in self._numbers()),
+                *(f"| {name} | {_cell(value)} |" for name, value in self.numbers()),
                 "",
                 "Versions: " + ", ".join(f"{k} {v}" for k, v in self.versions.items()) + ".",
                 "",
@@ -231,27 +321,78 @@ class RunReport:
 
     def _opening(self) -> list[str]:
         lines = []
+        for warned in self.warnings():
+            if warned.grave:
+                lines += [f"**{warned.title}**: {warned.text}", ""]
+        return [*lines, self.statement()] if math.isfinite(self.epsilon) else lines[:-1]
+
+    def warnings(self) -> list[Warned]:
+        """What to know before relying on the guarantee, the gravest first."""
+        found = []
         if self.seed is not None:
-            lines += [
-                f"**This run is {NOT_FOR_RELEASE}**: all of its randomness comes from a seed, and "
-                "who knows the seed can subtract the noise. Train without a seed before you "
-                "publish.",
-                "",
-            ]
+            found.append(
+                Warned(
+                    True,
+                    f"This run is {NOT_FOR_RELEASE}",
+                    "all of its randomness comes from a seed, and who knows the seed can subtract "
+                    "the noise. Train without a seed before you publish.",
+                )
+            )
         if not math.isfinite(self.epsilon):
-            return [*lines, "**No protection**: no noise was added, so epsilon is infinite."]
-        certainty = (math.exp(min(self.epsilon, 700)) + self.delta) / (
-            1 + math.exp(min(self.epsilon, 700))
-        )
-        return [
-            *lines,
+            found.append(
+                Warned(True, "No protection", "no noise was added, so epsilon is infinite.")
+            )
+        elif self.epsilon > WEAK_EPSILON:
+            found.append(
+                Warned(
+                    False,
+                    f"Epsilon {upwards(self.epsilon)} is large",
+                    "the guarantee rules out little by itself. Use more noise, fewer steps or more "
+                    "records if the records are sensitive.",
+                )
+            )
+        if self.num_examples is not None and self.delta > 1 / self.num_examples:
+            found.append(
+                Warned(
+                    False,
+                    f"Delta {_number(self.delta)} is above one over the number of records",
+                    "a mechanism that publishes a record at random would pass. Choose a smaller "
+                    "delta.",
+                )
+            )
+        if self.shown_without_protection:
+            found.append(
+                Warned(
+                    False,
+                    "Something was shown without protection",
+                    "; ".join(self.shown_without_protection) + ". Epsilon does not cover it.",
+                )
+            )
+        if self.tuning.startswith("not charged"):
+            found.append(Warned(False, "The choice of settings was not charged", self.tuning + "."))
+        return found
+
+    @property
+    def certainty(self) -> float:
+        """(e^ε + δ)/(1 + e^ε): how often the best guess at one record's use can be right.
+
+        Before seeing the model the guesser would have to toss a fair coin.
+        """
+        odds = math.exp(min(self.epsilon, 700))
+        return min((odds + self.delta) / (1 + odds), 1.0)
+
+    def statement(self) -> str:
+        """The guarantee in two sentences."""
+        if not math.isfinite(self.epsilon):
+            return "There is no guarantee: no noise was added, so epsilon is infinite."
+        return (
             f"Training looked at private records, one {self.unit} each, through noise. Whoever "
             f"studies the model learns nearly the same whether or not {self._difference}: the "
             f"guarantee is differential privacy with epsilon = {upwards(self.epsilon)} and "
             f"delta = {_number(self.delta)}. For scale: someone who would have to toss a coin to "
-            f"tell which of the two it was is right at most {_percent(certainty)} of the time "
-            "after seeing the model, whatever else they know.",
-        ]
+            f"tell which of the two it was is right at most {percent_upwards(self.certainty)} of "
+            "the time after seeing the model, whatever else they know."
+        )
 
     @property
     def _difference(self) -> str:
@@ -261,7 +402,28 @@ class RunReport:
             Adjacency.REPLACE: f"any one {self.unit} was exchanged for another",
         }[self.adjacency]
 
-    def _answers(self) -> list[tuple[str, str]]:
+    @property
+    def _neighbours(self) -> str:
+        return {
+            Adjacency.ADD_REMOVE: f"any two of which one has one {self.unit} more (add-remove)",
+            Adjacency.ZERO_OUT: f"any two that differ in whether one {self.unit} counts or is "
+            "blank (zero-out)",
+            Adjacency.REPLACE: f"any two that differ in what one {self.unit} contains (replace)",
+        }[self.adjacency]
+
+    @property
+    def _reading(self) -> str:
+        if self.charged_steps == 0:
+            return "not at all: no step read private records"
+        return (
+            f"in {self.charged_steps} steps, by {self.sampling} sampling with probability "
+            f"{_number(self.sampling_prob)}. Each contribution was cut to norm "
+            f"{_number(self.l2_clip_norm)}, and {self.noise} noise of "
+            f"{_number(self.noise_multiplier)} times that norm was added to their sum"
+        )
+
+    def answers(self) -> list[tuple[str, str]]:
+        """What a reader asks, and the answers."""
         whom = {
             "example": "every single example (row). A person with several rows is protected less",
             "user": "every user, with all of the user's rows together",
@@ -279,14 +441,22 @@ class RunReport:
                 "anyone who has the model, every gradient released in training and any other "
                 "knowledge, with any computing power",
             ),
-            ("How strongly?", f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}"),
-            ("What does this cover?", _cell(self.scope)),
+            (
+                "How strongly?",
+                f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}. Epsilon bounds how "
+                "much more likely any outcome can become through one record; delta is a small "
+                "allowance on top, to be kept far below one over the number of records",
+            ),
+            ("Which data sets must look alike?", self._neighbours),
+            ("How were records read?", self._reading),
+            ("How was epsilon found?", f"by the accountant {self.accountant_method}"),
+            ("What does this cover?", self.scope),
             *self._together(),
             ("Is the number of records hidden?", count),
-            ("Was the choice of settings charged?", _cell(self.tuning)),
+            ("Was the choice of settings charged?", self.tuning),
             (
                 "What was shown without protection?",
-                _cell("; ".join(self.shown_without_protection))
+                "; ".join(self.shown_without_protection)
                 or "nothing, as stated by whoever ran this",
             ),
             ("Where did the randomness come from?", self._randomness),
@@ -301,11 +471,12 @@ class RunReport:
                 "What do all runs on these records cost together?",
                 f"at most epsilon {_number(budget['epsilon'])}, delta {_number(budget['delta'])}, "
                 f"however they were chosen: they share one budget, of which "
-                f"{_percent(budget['used'])} was used after this run",
+                f"{percent_upwards(budget['used'])} was used after this run",
             )
         ]
 
-    def _limits(self) -> list[str]:
+    def limits(self) -> list[str]:
+        """What the guarantee does not cover."""
         return [
             "The public records: everything about them may be learned from the model.",
             "What follows from the population as a whole. A model may rightly reveal that smoking "
@@ -316,11 +487,15 @@ class RunReport:
             "from it outside this run.",
             "Error messages and warnings about private records. They go to the operator's "
             "terminal, marked as not covered, and do not belong in what is published.",
-            "The noise is drawn in floating point by a pseudo-random generator; the guarantee is "
-            "for the exact Gaussian that it stands for.",
+            "Errors of floating-point arithmetic beyond the allowance that was charged, and an "
+            "adversary who breaks AES-256."
+            if self.noise == SECURE_NOISE
+            else "The noise is drawn in floating point by a pseudo-random generator; the guarantee "
+            "is for the exact Gaussian that it stands for.",
         ]
 
-    def _numbers(self) -> list[tuple[str, str]]:
+    def numbers(self) -> list[tuple[str, str]]:
+        """Everything that epsilon depends on, named."""
         n = "not stated" if self.num_examples is None else f"{self.num_examples}"
         public = "yes" if self.num_examples_is_public else "no"
         return [
@@ -375,17 +550,56 @@ def _ledger_statement(ledger: Ledger | None, budget: Budget | None) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One method's repeated runs, for `comparison_figure`.
+    """One method's repeated runs, for `comparison_figure` and the page of `mirrordp report`.
 
     Attributes:
         label: the method's name.
         steps: the step numbers at which it was evaluated.
         values: [trials, len(steps)], smaller is better; made of released values only.
+        quantity: what was evaluated, such as "test loss".
     """
 
     label: str
     steps: np.ndarray
     values: np.ndarray
+    quantity: str = "loss"
+
+    def __post_init__(self):
+        steps, values = np.asarray(self.steps), np.asarray(self.values, float)
+        if steps.ndim != 1 or values.ndim != 2 or values.shape[1:] != steps.shape or not len(steps):
+            raise ValueError(
+                f"values of curve {self.label!r} must have the shape [trials, {len(steps)}], got "
+                f"{list(values.shape)}. Give one row per trial, one column per step."
+            )
+        if "unprivatized" in f"{self.label} {self.quantity}".lower():
+            raise ValueError(
+                f"curves must hold released values only, got {self.quantity!r} of {self.label!r}, "
+                "which is not covered by the privacy guarantee. Leave it out."
+            )
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "values", values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types; a value that is not finite is None."""
+        values = [[x if math.isfinite(x) else None for x in row] for row in self.values.tolist()]
+        return {
+            "label": self.label,
+            "quantity": self.quantity,
+            "steps": self.steps.tolist(),
+            "values": values,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Curve":
+        """The inverse of `to_dict`, with NaN for None."""
+        values = [[math.nan if x is None else x for x in row] for row in content["values"]]
+        label, quantity = content["label"], content["quantity"]
+        if not isinstance(label, str) or not isinstance(quantity, str):
+            raise TypeError("label and quantity of a curve must be strings")
+        steps = np.array(content["steps"])
+        if steps.dtype.kind not in "iuf":
+            raise TypeError("steps of a curve must be numbers")
+        return cls(label, steps, np.array(values, float), quantity)
 
     @property
     def mean(self) -> np.ndarray:
@@ -401,8 +615,6 @@ class Curve:
         return self.values.std(axis=0, ddof=1) / math.sqrt(trials)
 
 
-# Okabe and Ito's palette, told apart under every common colour blindness.
-_COLOURS = ("#7f7f7f", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS = ("s", "^", "o", "D", "v", "P")
 
 
@@ -419,15 +631,15 @@ def comparison_figure(
     """
     from matplotlib.figure import Figure
 
-    if not 1 <= len(curves) <= len(_COLOURS):
-        raise ValueError(f"a figure shows 1 to {len(_COLOURS)} methods, got {len(curves)}.")
+    if not 1 <= len(curves) <= len(PALETTE):
+        raise ValueError(f"a figure shows 1 to {len(PALETTE)} methods, got {len(curves)}.")
     figure = Figure(figsize=(9.5, 4.4), layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     course, final = figure.subplots(1, 2, width_ratios=(3, 2))
     ends = [curve.mean[-1] for curve in curves]
     best = int(np.argmin(ends))
     for index, curve in enumerate(curves):
-        colour, marker = _COLOURS[index], _MARKERS[index]
+        colour, marker = PALETTE[index], _MARKERS[index]
         mean, error = curve.mean, curve.standard_error
         every = max(1, len(curve.steps) // 6)
         course.plot(
@@ -461,10 +673,101 @@ def comparison_figure(
     return buffer.getvalue()
 
 
+def _spending(
+    mechanism: Mechanism, delta: float, charged_steps: int, points: int = 8
+) -> tuple[tuple[int, float], ...]:
+    """ε after about `points` step counts up to the last, closer together where it grows faster."""
+    if charged_steps == 0:
+        return ()
+    # ε grows about as the square root of the number of steps.
+    counts = {math.ceil(charged_steps * (i / points) ** 2) for i in range(1, points + 1)}
+    with warnings.catch_warnings():
+        # A delta that is too large has been warned about.
+        warnings.simplefilter("ignore")
+        return tuple((count, mechanism.epsilon(delta, num_steps=count)) for count in sorted(counts))
+
+
+def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `RunReport` from JSON, with every type checked."""
+    checks: dict[str, tuple[type | tuple[type, ...], Any]] = {
+        "epsilon": ((int, float, type(None)), lambda x: math.inf if x is None else float(x)),
+        "adjacency": (str, Adjacency),
+        "unit": (str, lambda x: UNITS[UNITS.index(x)]),
+        "shown_without_protection": (list, lambda x: tuple(map(_text, x))),
+        "versions": (dict, lambda x: {_text(k): _text(v) for k, v in x.items()}),
+        "epsilon_over_steps": (list, lambda x: tuple(map(_spent, x))),
+        "curves": (list, lambda x: tuple(map(Curve.from_dict, x))),
+        "num_examples_is_public": (bool, bool),
+        "num_examples": ((int, type(None)), lambda x: x),
+        "seed": ((int, type(None)), lambda x: x),
+        "charged_steps": (int, int),
+        "ledger": ((dict, type(None)), _ledger_stated),
+    }
+    checks |= {
+        name: ((int, float), float)
+        for name in ("delta", "sampling_prob", "noise_multiplier", "l2_clip_norm", "divisor")
+    }
+    checks |= {
+        name: (str, str)
+        for name in (
+            *("title", "sampling", "noise", "accountant", "accountant_method", "scope", "tuning"),
+        )
+    }
+    optional = {"seed": None}
+    found = {}
+    for field in dataclasses.fields(cls):
+        name = field.name
+        if name not in content and (name in optional or field.default is not dataclasses.MISSING):
+            found[name] = optional.get(name, field.default)
+            continue
+        value = _plain(content[name], name)
+        kinds, convert = checks.get(name, ((dict, type(None)), lambda x: x))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise TypeError(f"{name} is of the wrong type")
+        found[name] = convert(value)
+    negative = [k for k, v in found.items() if isinstance(v, int | float) and v < 0]
+    if negative or not 0 < found["delta"] < 1:
+        raise ValueError(f"{(*negative, 'delta')[0]} is out of range")
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("text is of the wrong type")
+    return value
+
+
+def _spent(pair: Any) -> tuple[int, float]:
+    steps, epsilon = pair
+    if not isinstance(steps, int) or not isinstance(epsilon, int | float | None):
+        raise TypeError("epsilon_over_steps is of the wrong type")
+    return steps, math.inf if epsilon is None else float(epsilon)
+
+
+def _ledger_stated(content: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The ledger's position, and the budget where there is one; anything else is refused."""
+    if content is None:
+        return None
+    found: dict[str, Any] = {"length": int(content["length"]), "head": _text(content["head"])}
+    if "budget" in content:
+        names = ("epsilon", "delta", "runs", "used")
+        budget = {name: content["budget"][name] for name in names}
+        if not all(isinstance(x, int | float) and math.isfinite(x) for x in budget.values()):
+            raise TypeError("the budget must hold finite numbers")
+        found["budget"] = budget
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _plain(value: Any, name: str) -> Any:
     """Numbers, strings, lists and dictionaries only; anything else does not belong in a report."""
     if isinstance(value, Adjacency):
         return value.value
+    if isinstance(value, Curve):
+        return value.to_dict()
     if isinstance(value, bool | str | int) or value is None:
         return value
     if isinstance(value, float | np.number):
@@ -506,8 +809,8 @@ def upwards(epsilon: float, digits: int = 4) -> str:
     return f"{math.ceil(epsilon / unit - 1e-9) * unit:.{digits}g}"
 
 
-def _percent(share: float) -> str:
-    """Rounded up, for the same reason."""
+def percent_upwards(share: float) -> str:
+    """A percentage, rounded up for the same reason."""
     return f"{min(math.ceil(1000 * share) / 10, 100):g}%"
 
 

@@ -242,6 +242,7 @@ def fit_files(
     seed: int | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    test: str | os.PathLike[str] | None = None,
     budget: Budget | None = None,
     data_changed: bool = False,
     checkpoint: Checkpoint | None = None,
@@ -261,6 +262,8 @@ def fit_files(
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
+        test: CSV or Parquet file of further rows that need no protection, to judge the model by;
+            how well it does on them goes into the report.
         budget: charge to this budget, under its adjacency; refused before any file is read if the
             run does not fit.
         data_changed: the private file is another than the budget's, and that is known.
@@ -299,6 +302,7 @@ def fit_files(
             f"expected at least {MIN_PUBLIC_ROWS} rows with a target in the public table "
             f"{str(public)!r}, got {np.count_nonzero(usable)}; add public rows."
         )
+    rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
     with stage(f"reading {private}"):
         secret = encoding.encode(read_batches(private, private=True), private=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
@@ -318,6 +322,9 @@ def fit_files(
         estimator.privacy_,
         title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
     )
+    if rows_to_judge_by is not None:
+        judged = _judged(task, estimator, *rows_to_judge_by)
+        report = dataclasses.replace(report, results={**report.results, **judged})
     model = TableModel(
         task=task,
         encoding=encoding,
@@ -326,6 +333,31 @@ def fit_files(
         privacy=report.to_dict(),
     )
     return FittedTable(model, report, learned.left_out)
+
+
+def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Features and targets of the rows to judge by."""
+    with contextlib.suppress(OSError):
+        if os.path.samefile(private, test):
+            raise TableError(
+                f"expected test rows that need no protection, got the private table "
+                f"{str(private)!r}; how well a model does on private rows must not be released."
+            )
+    rows = encoding.encode([read_table(test)], private=False)
+    return rows.features[~rows.unusable], rows.target[~rows.unusable]
+
+
+def _judged(task: str, estimator: Any, x: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """How well released coefficients do on rows that need no protection."""
+    predicted = estimator.predict(x)
+    found = {"test_rows": len(x)}
+    if task == "classification":
+        shares = estimator.predict_proba(x)[
+            np.arange(len(x)), np.searchsorted(estimator.classes_, y)
+        ]
+        loss = -float(np.mean(np.log(np.maximum(shares, 1e-15))))
+        return found | {"test_loss": loss, "test_accuracy": float(np.mean(predicted == y))}
+    return found | {"test_rmse": float(np.sqrt(np.mean((predicted - y) ** 2)))}
 
 
 def _adjacency_of(budget: Budget) -> Adjacency:

@@ -4,6 +4,7 @@ import math
 
 import dp_accounting
 import pytest
+from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
@@ -416,3 +417,12 @@ class TestCalibrate:
             accounting.calibrate(
                 lambda s: constant, epsilon_target=0.1, delta=1e-5, adjacency=ZERO_OUT
             )
+
+
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+@pytest.mark.parametrize("num_steps", [1, 7, 300])
+def test_kept_step_gives_what_the_accountant_gives(adjacency, num_steps):
+    event = accounting.poisson_event(2.0, sampling_prob=0.05, num_steps=num_steps)
+    accountant = PLDAccountant(adjacency.neighboring_relation).compose(event)
+    found = accounting.epsilon(event, 1e-5, adjacency=adjacency, accountant=Accountant.PLD)
+    assert found.epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-12)

@@ -2,11 +2,12 @@ import json
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
 import mirrordp
-from mirrordp import cli, demo
+from mirrordp import accounting, cli, demo
 from mirrordp.accounting import Adjacency, full_batch_event
 from mirrordp.accounting import epsilon as exact_epsilon
 from tests.test_demo import TINY
@@ -14,6 +15,12 @@ from tests.test_demo import TINY
 CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]
 SMALL = ["--sampling-prob", "0.01", "--steps", "100", "--delta", "1e-5"]
 ACCOUNT = ["account", "--noise-multiplier", "1.5"]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """How long things take must not decide what tests see."""
+    monkeypatch.setattr(cli, "_PATIENCE", 1e6)
 
 
 def run_json(capsys, *arguments):
@@ -242,7 +249,12 @@ def test_version(capsys):
 
 def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "Settings", lambda: TINY)
-    found = run_json(capsys, "demo", "--out", str(tmp_path / "out"), "--seed", "3")
+    assert (
+        cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
+    )
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    found = json.loads(captured.out)
     assert found["epsilon"] <= TINY.epsilon
     assert found["seed"] == 3
     assert found["randomness"] == "reproducible, not for release"
@@ -258,6 +270,9 @@ def test_demo_prints_a_table(capsys, tmp_path, monkeypatch):
     for words in ("DP-SGD, cold", "DP-SGD, warm", "PDA-DPMD", "<- best", str(tmp_path), "Took"):
         assert words in captured.out
     assert "not for release" in captured.err
+    # Plain lines of progress, since this is no terminal.
+    assert "run 12 of 12" in captured.err
+    assert not {"\r", "\033"} & set(captured.err + captured.out)
 
 
 def test_interrupt_has_no_traceback(capsys, tmp_path, monkeypatch):
@@ -271,10 +286,59 @@ def test_interrupt_has_no_traceback(capsys, tmp_path, monkeypatch):
 
 def test_installed_command():
     result = subprocess.run(
-        [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--json"],
+        [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--json", "--quiet"],
         capture_output=True,
         text=True,
         check=True,
     )
     assert json.loads(result.stdout)["accountant"] == "pld"
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (False, False), (False, True)])
+def test_what_takes_long_is_said(capsys, monkeypatch, terminal, quiet):
+    monkeypatch.setattr(cli, "_PATIENCE", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    slow = accounting.epsilon
+    monkeypatch.setattr(
+        accounting, "epsilon", lambda *a, **k: time.sleep(0.2) or slow(*a, **k)
+    )  # fmt: skip
+    assert cli.main([*ACCOUNT, *SMALL, *(["--quiet"] if quiet else [])]) == 0
+    captured = capsys.readouterr()
+    assert ("computing epsilon ..." in captured.err) is not quiet
+    # On a terminal the line is wiped at the end; elsewhere nothing is overwritten.
+    assert captured.err.endswith("\r\033[K") is terminal
+    assert ("\033" in captured.err) is terminal
+
+
+def test_what_should_not_happen_has_no_traceback(capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("row 17 is Alice")
+
+    monkeypatch.setattr(accounting, "epsilon", broken)
+    assert cli.main([*ACCOUNT, *SMALL]) == 70
+    captured = capsys.readouterr()
+    assert "RuntimeError (test_cli.py, line" in captured.err
+    assert "Alice" not in captured.err
+    assert captured.err.count("\n") == 1
+    monkeypatch.setenv("MIRRORDP_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="Alice"):
+        cli.main([*ACCOUNT, *SMALL])
+
+
+def test_a_full_disk_is_one_sentence(capsys, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "results.png")
+
+    monkeypatch.setattr(demo, "run_demo", full)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    assert "got 'results.png' (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback():
+    command = [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
+    assert errors == b""

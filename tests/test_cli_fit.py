@@ -430,6 +430,53 @@ def test_installed_command(files):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [
+        ("regression", {"test_rmse"}),
+        ("classification", {"test_loss", "test_accuracy"}),
+        ("count", {"test_rmse"}),
+    ],
+)
+def test_rows_to_judge_by(capsys, tmp_path, task, names):
+    files = {
+        "private": make_table(tmp_path / "private.csv", 400, 0, task=task),
+        "public": make_table(tmp_path / "public.csv", 60, 1, task=task),
+        "out": tmp_path / "model",
+    }
+    test = make_table(tmp_path / "test.csv", 50, 2, task=task)
+    assert cli.main(fit_options(files, task, test=test, seed=0)) == 0
+    assert "On test rows" in capsys.readouterr().out
+    results = json.loads((files["out"] / "report.json").read_text())["results"]
+    assert names <= set(results)
+    assert results["test_rows"] == 50
+    # The same from what predict writes.
+    output = tmp_path / "output.csv"
+    options = ["--model", files["out"], "--input", test, "--output", output, "--keep", "y"]
+    assert cli.main(["predict", *(str(word) for word in options)]) == 0
+    columns = read_table(output).columns
+    if task == "classification":
+        right = np.mean([a == b for a, b in zip(columns["y"], columns["prediction"], strict=True)])
+        assert results["test_accuracy"] == pytest.approx(right)
+        shares = [
+            float(columns[f"probability of {label}"][row]) for row, label in enumerate(columns["y"])
+        ]
+        assert results["test_loss"] == pytest.approx(-np.mean(np.log(shares)), rel=1e-6)
+    else:
+        gaps = np.array(columns["y"], float) - np.array(columns["prediction"], float)
+        assert results["test_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("test", ["private", "none"])
+def test_bad_rows_to_judge_by_are_refused_before_training(capsys, files, monkeypatch, test):
+    monkeypatch.setattr(tabular, "_estimator", lambda *_, **__: pytest.fail("it trained"))
+    path = files["private"] if test == "private" else files["out"] / "none.csv"
+    assert cli.main(fit_options(files, test=path)) == 2
+    assert not files["out"].exists()
+    words = "need no protection" if test == "private" else "No such file"
+    assert words in capsys.readouterr().err
+
+
 def test_predict_leaves_devices_and_links_alone(capsys, tmp_path, fitted):
     """A file that is renamed over a pipe or a device would take its place."""
     source = make_table(tmp_path / "input.csv", 5, 2)

@@ -67,7 +67,8 @@ def test_versions_are_those_installed():
 def test_key_order_is_stable_and_values_are_plain():
     report = RunReport.of(make_mechanism(), DELTA, results={"loss": np.float32(0.5), "n": [1, 2]})
     assert report.to_json() == report.to_json()
-    assert list(report.to_dict())[:4] == ["title", "epsilon", "delta", "adjacency"]
+    names = ["schema_version", "title", "epsilon", "delta", "adjacency"]
+    assert list(report.to_dict())[:5] == names
     assert list(report.to_dict())[-1] == "results"
     assert json.loads(report.to_json()) == report.to_dict()
     assert report.to_dict()["results"] == {"loss": 0.5, "n": [1, 2]}

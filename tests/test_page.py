@@ -1,0 +1,431 @@
+"""Pages and comparisons made of stored reports; `test_browser.py` looks at them in Chromium."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mirrordp import FullBatch, charts, cli
+from mirrordp.compare import Comparison
+from mirrordp.page import comparison_page, report_page
+from mirrordp.report import Curve, ReportError, RunReport
+from tests.test_report import DELTA, make_mechanism
+
+HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\x07" + "x" * 80
+
+
+def fast_mechanism(**options):
+    """Full batches have a closed form."""
+    options = {"sampling": FullBatch.of(1_000), "accountant": None} | options
+    return make_mechanism(**options)
+
+
+def make_report(epsilon_scale=1.0, name="loss", **options):
+    steps = np.arange(0, 21, 5)
+    rng = np.random.default_rng(0)
+    labels = (f"{name} one", f"{name} two")
+    curves = [
+        Curve(label, steps, 2 - 0.05 * steps + rng.normal(size=(4, 5)) / 10, "test loss")
+        for label in labels
+    ]
+    methods = {
+        f"m{i}": {"label": label, "test_loss": 1.0 + i, "test_loss_standard_error": 0.1}
+        for i, label in enumerate(labels)
+    }
+    options = {
+        "title": "a small run",
+        "curves": curves,
+        "results": {"methods": methods, "settings": {"rate": 0.5, "sizes": list(range(20))}},
+    } | options
+    mechanism = fast_mechanism(noise_multiplier=20 / epsilon_scale)
+    return RunReport.of(mechanism, DELTA, **options)
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; complains about tags that are not closed."""
+
+    VOID = frozenset({"meta", "link", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.attributes, self.text = [], [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def pages(report):
+    yield report_page(report, run="run")
+    yield comparison_page(Comparison.of({"run": report, "other": report}))
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_page_says_what_the_card_says(seed):
+    report = make_report(seed=seed)
+    text = Page(report_page(report, run="run")).text
+    for words in (
+        report.statement(),
+        *(limit for limit in report.limits()),
+        *(value for _, value in report.numbers()),
+        *(label for label, _ in report.answers()),
+        "The budget spent over time",
+        "Mean of 4 trials; bands are two standard errors",
+        "loss one (best)",
+        "1 ± 0.1",
+        "settings: rate",
+    ):
+        assert words in text
+    assert ("Not for release" in text) is (seed is not None)
+
+
+def test_every_warning_is_shown():
+    report = dataclasses.replace(
+        make_report(seed=1, shown_without_protection=["batch loss"]), epsilon=20.0, delta=0.01
+    )
+    text = Page(report_page(report, run="run")).text
+    titles = [warned.title for warned in report.warnings()]
+    assert len(titles) == 5
+    assert all(title in text for title in titles)
+
+
+def test_nothing_is_loaded_and_nothing_runs():
+    for text in pages(make_report()):
+        page = Page(text)
+        assert not {"script", "iframe", "img", "object", "form", "base"} & set(page.tags)
+        assert {name for _, name, _ in page.attributes if name.startswith("on")} == set()
+        sources = [v for _, name, v in page.attributes if name in ("src", "href", "action")]
+        assert sources == ["data:,"]
+        # The name space of SVG is a name, not an address that is opened.
+        addresses = re.findall(r"(?:https?:)?//[\w.]+[\w/]*", text)
+        assert set(addresses) == {"http://www.w3.org/2000/svg"}
+        assert "url(" not in text
+        assert "default-src 'none'" in text
+
+
+def hostile_report():
+    """Every text that comes from elsewhere wants to break out of the page."""
+    report = make_report(name=HOSTILE)
+    texts = {"title", "sampling", "noise", "accountant_method", "scope", "tuning"}
+    return dataclasses.replace(
+        report,
+        **dict.fromkeys(texts, HOSTILE),
+        shown_without_protection=(HOSTILE,),
+        versions={HOSTILE: HOSTILE},
+        curves=tuple(dataclasses.replace(c, quantity=HOSTILE) for c in report.curves),
+        results={
+            **report.results,
+            "measured": HOSTILE,
+            "choice_of_setting": HOSTILE,
+            HOSTILE: {HOSTILE: [HOSTILE]},
+            "methods": {HOSTILE: {"label": HOSTILE, f"loss{HOSTILE}": 1.0}, "b": {"loss": 1.0}},
+        },
+    )
+
+
+def test_hostile_text_stays_text():
+    report = hostile_report()
+    for text in (
+        report_page(report, run=HOSTILE),
+        comparison_page(Comparison.of({HOSTILE: report, "other": report})),
+    ):
+        page = Page(text)
+        assert not {"script", "img"} & set(page.tags)
+        assert {name for _, name, _ in page.attributes if name.startswith("on")} == set()
+        assert "<script>alert(1)</script>" in page.text
+        assert "\u202e" not in text
+        assert "\x07" not in text
+        assert "\\u202e\\u0007" in page.text
+
+
+def test_without_escaping_the_test_above_would_fail(monkeypatch):
+    monkeypatch.setattr("mirrordp.page.escaped", str)
+    with pytest.raises(AssertionError):
+        test_hostile_text_stays_text()
+
+
+def test_reports_come_back_as_they_were(tmp_path):
+    report = make_report(seed=3)
+    report.write(tmp_path)
+    again = RunReport.read(tmp_path)
+    assert again.to_json() == report.to_json()
+    assert again.privacy_card() == report.privacy_card()
+    assert report_page(again, run="run") == report_page(report, run="run")
+
+
+def test_epsilon_over_steps_is_that_of_the_mechanism():
+    report = make_report()
+    mechanism = fast_mechanism(noise_multiplier=20.0)
+    assert report.epsilon_over_steps[-1] == (20, report.epsilon)
+    for steps, epsilon in report.epsilon_over_steps:
+        assert epsilon == mechanism.epsilon(DELTA, num_steps=steps)
+    values = [epsilon for _, epsilon in report.epsilon_over_steps]
+    assert values == sorted(values)
+    assert RunReport.of(mechanism, DELTA, charged_steps=0).epsilon_over_steps == ()
+
+
+def test_first_schema_is_read():
+    content = make_report().to_dict()
+    for name in ("schema_version", "epsilon_over_steps", "curves"):
+        del content[name]
+    report = RunReport.from_dict(content)
+    text = Page(report_page(report, run="run")).text
+    assert "The report does not hold it." in text
+    assert "Learning curves" not in text
+
+
+def test_odd_reports_have_a_page(tmp_path):
+    no_steps = RunReport.of(fast_mechanism(), DELTA, charged_steps=0)
+    one_step = RunReport.of(fast_mechanism(), DELTA, charged_steps=1)
+    no_noise = dataclasses.replace(make_report(), epsilon=math.inf)
+    steps = np.array([0, 5])
+    diverged = make_report(
+        curves=[Curve("a", steps, np.array([[1.0, math.nan]])), Curve("b", steps, np.ones((1, 2)))]
+    )
+    nothing = make_report(curves=[Curve("a", steps, np.full((1, 2), math.nan))], results={})
+    for report in (no_steps, one_step, no_noise, diverged, nothing):
+        report.write(tmp_path)
+        for text in pages(RunReport.read(tmp_path)):
+            page = Page(text)
+            assert "nan" not in re.sub(r"\bnan\b(?=</td>|\))", "", text.lower())
+            assert "None" not in page.text
+            assert "inf " not in page.text
+    assert "No protection" in report_page(no_noise, run="r")
+
+
+def test_unprivatized_curves_are_refused():
+    with pytest.raises(ValueError, match="not covered"):
+        Curve("a", np.arange(2), np.ones((1, 2)), "unprivatized loss")
+    with pytest.raises(ValueError, match="one row per trial"):
+        Curve("a", np.arange(2), np.ones(2))
+
+
+CHANGES = {
+    "no field": lambda c: c.pop("sampling"),
+    "text for a number": lambda c: c.update(delta="small"),
+    "bool for a number": lambda c: c.update(charged_steps=True),
+    "delta": lambda c: c.update(delta=2.0),
+    "negative": lambda c: c.update(epsilon=-1.0),
+    "adjacency": lambda c: c.update(adjacency="edit"),
+    "unit": lambda c: c.update(unit="<b>"),
+    "versions": lambda c: c.update(versions={"a": 1}),
+    "curve": lambda c: c["curves"][0].update(values=[[1.0]]),
+    "curve text": lambda c: c["curves"][0].update(values=[["a"] * 5]),
+    "label": lambda c: c["curves"][0].update(label=3),
+    "spent": lambda c: c.update(epsilon_over_steps=[[1]]),
+    "spent text": lambda c: c.update(epsilon_over_steps=[["a", 1.0]]),
+    "results": lambda c: c.update(results=[1]),
+    "unprivatized": lambda c: c.update(results={"unprivatized_loss": 1.0}),
+    "unprivatized curve": lambda c: c["curves"][0].update(quantity="unprivatized loss"),
+    "schema": lambda c: c.update(schema_version=99),
+    "schema text": lambda c: c.update(schema_version="2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changed_reports_are_refused(change):
+    content = make_report().to_dict()
+    RunReport.from_dict(content)
+    change(content)
+    with pytest.raises(ReportError, match="expected"):
+        RunReport.from_dict(content)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for number, scale in enumerate((0.5, 1.0, 2.0)):
+        make_report(scale).write(tmp_path / f"run-{number}")
+    return [tmp_path / f"run-{number}" for number in range(3)]
+
+
+def test_report_command(capsys, folders, tmp_path):
+    assert cli.main(["report", str(folders[0])]) == 0
+    assert capsys.readouterr().out == (folders[0] / "privacy_card.md").read_text()
+    path = tmp_path / "page.html"
+    assert cli.main(["report", str(folders[0]), "--html", str(path)]) == 0
+    assert capsys.readouterr().out == f"Wrote {path}\n"
+    assert path.read_text() == report_page(RunReport.read(folders[0]), run="run-0")
+    assert cli.main(["report", str(folders[0]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["charged_steps"] == 20
+
+
+def test_compare_command(capsys, folders, tmp_path):
+    names = [str(folder) for folder in folders]
+    page, image = tmp_path / "page.html", tmp_path / "image.png"
+    assert cli.main(["compare", *names, "--html", str(page), "--png", str(image)]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].split() == [
+        *("run", "method", "epsilon", "delta", "adjacency", "unit", "steps", "test_loss"),
+        *("for", "release"),
+    ]
+    assert len([line for line in lines if line.startswith("run-")]) == 6
+    assert "at most epsilon" in out
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert "Privacy and utility" in Page(page.read_text()).text
+    assert cli.main(["compare", *names, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"] == "test_loss"
+    assert [row["test_loss"] for row in found["rows"]] == [1.0, 2.0] * 3
+    total = sum(row["epsilon"] for row in found["rows"])
+    [note] = [note for note in found["notes"] if "same private records" in note]
+    stated = float(re.search(r"epsilon ([\d.]+),", note)[1])
+    assert total <= stated <= 1.001 * total
+
+
+def test_comparing_what_cannot_be_compared_is_said(capsys):
+    one = make_report()
+    other = dataclasses.replace(one, unit="user", delta=1e-6, results={"accuracy": 0.5})
+    comparison = Comparison.of({"a": one, "b": other})
+    assert comparison.metric is None
+    notes = " ".join(comparison.notes())
+    assert "differ in unit (example, user)" in notes
+    assert "differ in delta" in notes
+    assert "nothing" not in notes
+    assert "same private records" not in notes
+    with pytest.raises(ReportError, match="to draw, got none"):
+        comparison.figure()
+    Page(comparison_page(comparison))
+    with pytest.raises(ReportError, match="expected quantity 'accuracy'"):
+        Comparison.of({"a": one, "b": other}, "accuracy")
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path):
+    paths = [tmp_path / "a" / "out", tmp_path / "b" / "out"]
+    for path in paths:
+        make_report().write(path)
+    assert [row.run for row in Comparison.read(paths).rows] == ["a/out"] * 2 + ["b/out"] * 2
+    twice = [row.run for row in Comparison.read([paths[0], paths[0]]).rows]
+    assert len(set(twice)) == 2
+
+
+BAD = {
+    "no folder": lambda d, t: ["report", t / "none"],
+    "no report": lambda d, t: ["report", t],
+    "not JSON": lambda d, t: (d[0] / "report.json").write_text("{") and ["report", d[0]],
+    "other JSON": lambda d, t: (d[0] / "report.json").write_text("[1]") and ["report", d[0]],
+    "binary": lambda d, t: (d[0] / "report.json").write_bytes(b"\xff\x00") and ["report", d[0]],
+    "NaN": lambda d, t: (d[0] / "report.json").write_text('{"epsilon": NaN}') and ["report", d[0]],
+    "deep": lambda d, t: (d[0] / "report.json").write_text("[" * 10**5) and ["report", d[0]],
+    "page is a folder": lambda d, t: ["report", d[0], "--html", t],
+    "page below a file": lambda d, t: ["report", d[0], "--html", d[0] / "report.json" / "x"],
+    "no folders": lambda d, t: ["compare"],
+    "one is missing": lambda d, t: ["compare", d[0], t / "none"],
+    "metric": lambda d, t: ["compare", d[0], "--metric", "beauty", "--html", t / "x.html"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence(capsys, folders, tmp_path, arguments):
+    words = [str(word) for word in arguments(folders, tmp_path)]
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mirrordp: error: expected ")
+    assert captured.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+DEFICIENCIES = {
+    "none": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def seen(colour, matrix):
+    """CIELAB coordinates of a colour as seen with a deficiency of colour vision."""
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.asarray(matrix) @ linear, 0, 1)
+    xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+    f = np.cbrt(xyz / [0.9505, 1.0, 1.089])
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def nearest(palette, matrix):
+    points = [seen(colour, matrix) for colour in palette]
+    return min(np.linalg.norm(a - b) for i, a in enumerate(points) for b in points[:i])
+
+
+@pytest.mark.parametrize("matrix", DEFICIENCIES.values(), ids=DEFICIENCIES.keys())
+def test_palette_can_be_told_apart(matrix):
+    assert nearest(charts.PALETTE, matrix) > 14
+
+
+def test_the_palette_test_rejects_red_and_green():
+    assert nearest(["#b40000", "#3c8c00"], DEFICIENCIES["deuteranopia"]) < 35
+    assert nearest(["#8c5a00", "#5a7800"], DEFICIENCIES["deuteranopia"]) < 10
+
+
+def test_names_that_a_terminal_cannot_show(tmp_path):
+    folders = [tmp_path / f"run-{number}" for number in range(2)]
+    for folder in folders:
+        make_report(name=HOSTILE + "ü@@").write(folder)
+        path = folder / "report.json"
+        # JSON can name half of a character, which no encoding can hold.
+        path.write_text(path.read_text("utf-8").replace("@@", "\\ud800"), "utf-8")
+    page, image = tmp_path / "page.html", tmp_path / "image.png"
+    words = ["compare", *folders, "--html", page, "--png", image]
+    result = subprocess.run(
+        [sys.executable, "-m", "mirrordp.cli", *map(str, words)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert b"error" not in result.stderr
+    assert b"\x07" not in result.stdout
+    assert "\\ud800" in Page(page.read_text("utf-8")).text
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        {"length": 1},
+        {"length": 1, "head": 2},
+        {"length": 1, "head": "a", "budget": {"epsilon": 1.0}},
+        {"length": 1, "head": "a", "budget": 3},
+        {"length": "many", "head": "a"},
+    ],
+)
+def test_changed_ledgers_are_refused(ledger):
+    content = make_report().to_dict()
+    budget = {"epsilon": 3.0, "delta": 1e-5, "runs": 2, "used": 0.25}
+    report = RunReport.from_dict(
+        content | {"ledger": {"length": 2, "head": HOSTILE, "budget": budget}}
+    )
+    assert "they share one budget, of which 25%" in Page(report_page(report, run="r")).text
+    with pytest.raises(ReportError, match="changed or missing parts"):
+        RunReport.from_dict(content | {"ledger": ledger})
