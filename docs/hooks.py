@@ -36,6 +36,10 @@ def on_files(files, config):
         and not path.stem.startswith("_")
         and path.stem not in NOT_REFERENCE
     )
+    # This package holds nothing itself: its modules are what one looks for.
+    modules.remove("integrations")
+    bridges = sorted((PACKAGE / "integrations").glob("[!_]*.py"))
+    modules += [f"integrations.{path.stem}" for path in bridges]
     for name in modules:
         content = f"# mirrordp.{name}\n\n::: mirrordp.{name}\n"
         files.append(File.generated(config, f"api/{name}.md", content=content))

@@ -296,6 +296,20 @@ def test_a_round_is_charged_before_anything_is_sent():
     assert server.spent().epsilon == noisy.epsilon(DELTA, num_steps=1)
 
 
+def test_secure_noise():
+    pytest.importorskip("cryptography")
+    secure = mechanism(
+        sampling=PoissonSampling.for_batch_size(3, num_examples=USERS),
+        noise=mirrordp.SecureGaussianNoise(num_params=4),
+        noise_multiplier=1.0,
+        accountant=Accountant.RDP,
+    )
+    first, second = (one_round(honest, strategy(mech=secure, seed=None)) for _ in range(2))
+    assert np.all(wide(first.params) != wide(second.params))
+    with pytest.raises(ValueError, match="seed"):
+        strategy(mech=secure, seed=1)
+
+
 def test_a_crash_leaves_what_was_sent_charged(tmp_path):
     noisy = mechanism(noise_multiplier=2.0)
     with mirrordp.FileLedger.create(tmp_path / "ledger", noisy.adjacency) as ledger:

@@ -308,7 +308,7 @@ class PrivateStrategy(Strategy):
         self.participation_is_seen, self.round_timeout = participation_is_seen, round_timeout
         self.charged_rounds = 0
         self.unprivatized_replies: collections.Counter[str] = collections.Counter()
-        self._rng, keys = randomness(seed)
+        self._rng, keys = randomness(seed, secure=mechanism.is_secure)
         self._public_key = keys.public
         self.state: FederatedState = step.init(jax.tree.map(jnp.asarray, params), keys.noise)
         self._public_width, self._public = 0, None
