@@ -249,7 +249,9 @@ def test_version(capsys):
 
 def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "Settings", lambda: TINY)
-    assert cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
+    assert (
+        cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
+    )
     captured = capsys.readouterr()
     assert captured.err == ""
     found = json.loads(captured.out)
