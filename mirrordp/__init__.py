@@ -19,7 +19,7 @@ from mirrordp.exact import algorithm_1, paper_mechanism
 from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
 from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
-from mirrordp.noise import BandedNoise, GaussianNoise
+from mirrordp.noise import BandedNoise, GaussianNoise, SecureGaussianNoise
 from mirrordp.public import WarmStart, warm_start
 from mirrordp.report import RunReport
 from mirrordp.sampling import (
@@ -66,6 +66,7 @@ __all__ = [
     "PublicData",
     "Run",
     "RunReport",
+    "SecureGaussianNoise",
     "StorageError",
     "TrainInfo",
     "TrainState",

@@ -826,7 +826,7 @@ def federated_train(
     if users_per_pass is None:
         users_per_pass = default_users_per_pass(step, params, private)
     _validate.positive_integer(users_per_pass=users_per_pass)
-    rng, keys = randomness(seed)
+    rng, keys = randomness(seed, secure=mechanism.is_secure)
     batches = mechanism.batches(len(private), rng)
     needs_public = bool((alphas < 1).any())
     return _generate(

@@ -17,8 +17,9 @@ import optax
 from mirrordp import _validate, accounting, ghost
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
-from mirrordp.noise import BandedNoise, GaussianNoise, Noise
+from mirrordp.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.sampling import CyclicPoissonSampling, FullBatch, Sampling
+from mirrordp.secure import SecureRandom
 from mirrordp.types import LossFn, PyTree
 
 UNITS = ("example", "user")
@@ -39,7 +40,8 @@ class Mechanism:
         num_steps: how many releases the mechanism is made for; more are refused.
         adjacency: the neighbours of the guarantee. Zero-out (the default) and replace treat the
             number of records as public, add-remove does not.
-        noise: independent Gaussian noise, or `BandedNoise` together with `CyclicPoissonSampling`.
+        noise: independent Gaussian noise; or `BandedNoise` together with `CyclicPoissonSampling`;
+            or `SecureGaussianNoise`, with which batches come from the secure generator too.
         accountant: by default PLD where it can analyse the mechanism, else RDP.
         orders: Rényi orders for the RDP accountant.
         unit: what one record is: "example" or "user".
@@ -58,7 +60,7 @@ class Mechanism:
     def __post_init__(self):
         _validate.instance_of(Sampling, "Use PoissonSampling, for one.", sampling=self.sampling)
         # `train` relies on the key living in the noise's state, and the event on its scale.
-        _validate.instance_of((GaussianNoise, BandedNoise), noise=self.noise)
+        _validate.instance_of((GaussianNoise, BandedNoise, SecureGaussianNoise), noise=self.noise)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=self.adjacency)
         _validate.positive(l2_clip_norm=self.l2_clip_norm)
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
@@ -73,7 +75,21 @@ class Mechanism:
             if chosen is Accountant.PLD:
                 raise ValueError("orders belong to the RDP accountant; pass accountant=RDP too.")
 
+    @property
+    def is_secure(self) -> bool:
+        """Whether all randomness that privacy rests on comes from a cryptographic generator."""
+        return isinstance(self.noise, SecureGaussianNoise)
+
     def _check_noise(self) -> None:
+        if self.is_secure:
+            _validate.positive(
+                "SecureGaussianNoise has no noiseless form.", noise_multiplier=self.noise_multiplier
+            )
+            if isinstance(self.sampling, CyclicPoissonSampling):
+                raise accounting.UnsupportedError(
+                    "secure noise is independent over steps and draws from PoissonSampling, "
+                    "FixedSizeSampling or FullBatch, got cyclic Poisson sampling. Use one of them."
+                )
         bands = self.noise.num_bands
         if bands == 1:
             return
@@ -129,7 +145,9 @@ class Mechanism:
         )
         _warn_large_delta(delta, sampling)
         noise_multiplier = accounting.calibrate(
-            lambda sigma: sampling.event(sigma, num_steps),
+            lambda sigma: sampling.event(
+                template.noise.accounted_multiplier(sigma, l2_clip_norm), num_steps
+            ),
             epsilon_target=epsilon,
             delta=delta,
             adjacency=template.adjacency,
@@ -151,7 +169,11 @@ class Mechanism:
     @property
     def event(self) -> DpEvent:
         """The cost of all `num_steps` steps."""
-        return self.sampling.event(self.noise_multiplier, self.num_steps)
+        return self._event(self.num_steps)
+
+    def _event(self, num_steps: int) -> DpEvent:
+        accounted = self.noise.accounted_multiplier(self.noise_multiplier, self.l2_clip_norm)
+        return self.sampling.event(accounted, num_steps)
 
     def event_between(self, start: int, stop: int) -> DpEvent:
         """What charged steps number `start` to `stop` − 1 add to the cost of the first `start`."""
@@ -166,8 +188,8 @@ class Mechanism:
             # One more round is entered whenever the first group's turn comes.
             groups = self.sampling.num_groups
             rounds = -(-stop // groups) - (-(-start // groups))
-            return self.sampling.event(self.noise_multiplier, rounds * groups)
-        return self.sampling.event(self.noise_multiplier, stop - start)
+            return self._event(rounds * groups)
+        return self._event(stop - start)
 
     def guarantee(self, delta: float, *, num_steps: int | None = None) -> Epsilon:
         """ε at δ after `num_steps` charged steps (by default all), and how it was found."""
@@ -202,8 +224,11 @@ class Mechanism:
                 f"another number of rows, {num_examples}. Make the mechanism for this data."
             )
 
-    def batches(self, num_examples: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    def batches(
+        self, num_examples: int, rng: np.random.Generator | SecureRandom
+    ) -> Iterator[np.ndarray]:
         """Draws the batches of all `num_steps` steps, as arrays of indices."""
+        _validate.instance_of(SecureRandom if self.is_secure else np.random.Generator, rng=rng)
         self.check_num_examples(num_examples)
         return self.sampling.batches(num_examples, self.num_steps, rng)
 

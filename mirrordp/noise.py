@@ -1,11 +1,13 @@
-"""Gaussian noise for the clipped sum, independent or correlated over steps.
+"""Gaussian noise for the clipped sum: independent, correlated over steps, or secure.
 
-Both kinds are thin over jax_privacy's privatizers: optax transformations that add noise to the
-clipped sum. `stddev` is always noise_multiplier · C, the noise on the *sum*, before any division.
-Noise is drawn in float32 or wider, from a key that has no default.
+The first two are thin over jax_privacy's privatizers: optax transformations that add noise to the
+clipped sum, drawn in float32 or wider from a key that has no default. `SecureGaussianNoise` adds
+integers from a cryptographic generator. `stddev` is always noise_multiplier · C, the noise on the
+*sum*, before any division.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -14,10 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import io_callback
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 from mirrordp import _validate
+from mirrordp._float64 import float64_call
+from mirrordp.secure import SecureRandom, require_cryptography
 
 
 @runtime_checkable
@@ -27,6 +32,10 @@ class Noise(Protocol):
     @property
     def num_bands(self) -> int:
         """Over how many neighbouring steps noise is correlated; 1 is independent noise."""
+        ...
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise over the distance of neighbouring sums that the accountant is told of."""
         ...
 
     def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
@@ -42,6 +51,11 @@ class GaussianNoise:
     def num_bands(self) -> int:
         """1: steps are independent."""
         return 1
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise multiplier itself: the sum is not altered before the noise."""
+        del l2_clip_norm
+        return noise_multiplier
 
     def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
         """Adds fresh Gaussian noise to each sum."""
@@ -91,6 +105,11 @@ class BandedNoise:
         """The number of bands of C."""
         return len(self.coefficients)
 
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise multiplier itself: the sum is not altered before the noise."""
+        del l2_clip_norm
+        return noise_multiplier
+
     def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
         """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
         return _with_full_tails(
@@ -103,6 +122,119 @@ class BandedNoise:
             stddev * math.hypot(*self.coefficients),
             key,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecureGaussianNoise:
+    """Independent Gaussian noise from a cryptographic generator, on a lattice, in integers.
+
+    With g = 2^(⌊log₂ stddev⌋ − bits) and K = round(stddev / g · Z), Z standard normal, drawn
+    exactly,
+
+        release g · (round(s / g) + K).
+
+    The addition is in 64-bit integers, so nothing leaks through the gaps of floating point. Since
+    round(s / g) is an integer, the release is round(s / g + stddev / g · Z): post-processing of a
+    Gaussian mechanism. Rounding adds at most g·√p to the distance C of neighbours, which is
+    charged; the sampler is exact and adds nothing to δ. There is no seed and no key, and no run
+    can be repeated. See docs/secure-noise.md.
+
+    Args:
+        num_params: p, the largest number of coordinates that the noise may be added to.
+        bits: lattice points per standard deviation of the noise, as a power of two; 1 to 24.
+        arithmetic_slack: allowance for rounding errors in computing s, relative to C; charged too.
+    """
+
+    num_params: int
+    bits: int = 20
+    arithmetic_slack: float = 1e-3
+
+    def __post_init__(self):
+        _validate.positive_integer(num_params=self.num_params, bits=self.bits)
+        if self.bits > 24:
+            raise ValueError(f"bits must be at most 24, got {self.bits}. The default is 20.")
+        _validate.non_negative(arithmetic_slack=self.arithmetic_slack)
+        require_cryptography()
+
+    @property
+    def num_bands(self) -> int:
+        """1: steps are independent."""
+        return 1
+
+    def granularity(self, stddev: float) -> float:
+        """g: the distance of lattice points, a power of two."""
+        _validate.positive(
+            "Secure noise needs some noise: noise_multiplier must be above zero.", stddev=stddev
+        )
+        return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - self.bits)
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """σC / (C (1 + arithmetic_slack) + g·√p): the noise over the enlarged distance."""
+        stddev = noise_multiplier * l2_clip_norm
+        rounding = self.granularity(stddev) * math.sqrt(self.num_params)
+        return stddev / (l2_clip_norm * (1 + self.arithmetic_slack) + rounding)
+
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
+        """Adds lattice noise to each sum. `key` is not used; the state is a count of steps."""
+        del key
+        granularity = self.granularity(stddev)
+
+        def init(params):
+            self._check_size(params)
+            return jnp.zeros([], jnp.int32)
+
+        def update(updates, state, params=None):
+            del params
+            self._check_size(updates)
+            leaves, tree = jax.tree.flatten(updates)
+            sizes = [leaf.size for leaf in leaves]
+            # The state is an argument so that steps mapped over each call for their own noise.
+            noise = io_callback(
+                functools.partial(_lattice_noise, stddev / granularity, sum(sizes)),
+                jax.ShapeDtypeStruct((sum(sizes),), jnp.int32),
+                state,
+            )
+            parts = jnp.split(noise, np.cumsum(sizes)[:-1])
+            noisy = [
+                float64_call(
+                    functools.partial(_add_on_lattice, granularity=granularity),
+                    leaf,
+                    part.reshape(leaf.shape),
+                )
+                for leaf, part in zip(leaves, parts, strict=True)
+            ]
+            return jax.tree.unflatten(tree, noisy), state + 1
+
+        return optax.GradientTransformation(init, update)
+
+    def _check_size(self, tree) -> None:
+        found = sum(leaf.size for leaf in jax.tree.leaves(tree))
+        if found > self.num_params:
+            raise ValueError(
+                f"the noise was made for num_params={self.num_params} coordinates, got {found}: "
+                "rounding so many costs more than was charged. Raise num_params."
+            )
+
+
+def _lattice_noise(stddev: float, count: int, step: np.ndarray) -> np.ndarray:
+    del step
+    return SecureRandom().rounded_gaussian(stddev, count)
+
+
+def to_lattice(values: jax.Array, granularity: float) -> jax.Array:
+    """The nearest lattice points, as 64-bit integers; to be called where 64-bit types are on.
+
+    Dividing by a power of two is exact. The clamp is far out and moves no two values apart.
+    """
+    steps = jnp.rint(values.astype(jnp.float64) / granularity)
+    return jnp.clip(steps, -(2.0**62), 2.0**62).astype(jnp.int64)
+
+
+def _add_on_lattice(values: jax.Array, noise: jax.Array, *, granularity: float) -> jax.Array:
+    noisy = to_lattice(values, granularity) + noise.astype(jnp.int64)
+    return (noisy.astype(jnp.float64) * granularity).astype(
+        jnp.promote_types(values.dtype, jnp.float32)
+    )
 
 
 def _with_full_tails(

@@ -26,6 +26,7 @@ from mirrordp.charts import PALETTE
 from mirrordp.ledger import FileLedger, Ledger
 from mirrordp.mechanism import UNITS, Mechanism
 
+SECURE_NOISE = "independent Gaussian, secure: exact on a lattice, keyed by the operating system"
 NOT_FOR_RELEASE = "reproducible, not for release"
 WEAK_EPSILON = 10.0
 """Above it the certainty bound is 99.99%: the guarantee by itself says next to nothing."""
@@ -194,7 +195,11 @@ class RunReport:
             unit=mechanism.unit,
             sampling=mechanism.sampling.name,
             sampling_prob=float(mechanism.sampling.sampling_prob),
-            noise="independent Gaussian" if bands == 1 else f"correlated Gaussian, {bands} bands",
+            noise=SECURE_NOISE
+            if mechanism.is_secure
+            else "independent Gaussian"
+            if bands == 1
+            else f"correlated Gaussian, {bands} bands",
             noise_multiplier=float(mechanism.noise_multiplier),
             l2_clip_norm=float(mechanism.l2_clip_norm),
             divisor=float(mechanism.sampling.expected_batch_size),
@@ -482,8 +487,11 @@ class RunReport:
             "from it outside this run.",
             "Error messages and warnings about private records. They go to the operator's "
             "terminal, marked as not covered, and do not belong in what is published.",
-            "The noise is drawn in floating point by a pseudo-random generator; the guarantee is "
-            "for the exact Gaussian that it stands for.",
+            "Errors of floating-point arithmetic beyond the allowance that was charged, and an "
+            "adversary who breaks AES-256."
+            if self.noise == SECURE_NOISE
+            else "The noise is drawn in floating point by a pseudo-random generator; the guarantee "
+            "is for the exact Gaussian that it stands for.",
         ]
 
     def numbers(self) -> list[tuple[str, str]]:

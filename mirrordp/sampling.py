@@ -19,6 +19,7 @@ from jax_privacy import batch_selection
 
 from mirrordp import _validate, accounting
 from mirrordp.accounting import Adjacency, DpEvent
+from mirrordp.secure import SecureRandom
 
 PADDING = -1
 
@@ -59,7 +60,7 @@ class Sampling(Protocol):
         ...
 
     def batches(
-        self, num_examples: int, num_steps: int, rng: np.random.Generator
+        self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
         """Draws the indices of each of `num_steps` batches out of `num_examples` records."""
         ...
@@ -142,9 +143,14 @@ class PoissonSampling:
         _refuse_public_n(self, adjacency)
 
     def batches(
-        self, num_examples: int, num_steps: int, rng: np.random.Generator
+        self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
         """Independent Poisson draws."""
+        if isinstance(rng, SecureRandom):
+            return (
+                np.flatnonzero(rng.bernoulli(self.sampling_prob, num_examples))
+                for _ in range(num_steps)
+            )
         strategy = batch_selection.CyclicPoissonSampling(
             sampling_prob=self.sampling_prob, iterations=num_steps
         )
@@ -231,9 +237,11 @@ class CyclicPoissonSampling:
             )
 
     def batches(
-        self, num_examples: int, num_steps: int, rng: np.random.Generator
+        self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
         """Poisson draws from the groups in turn."""
+        if isinstance(rng, SecureRandom):
+            raise TypeError("cyclic Poisson sampling has no secure form; use PoissonSampling.")
         kinds = batch_selection.PartitionType
         strategy = batch_selection.CyclicPoissonSampling(
             sampling_prob=self.sampling_prob,
@@ -293,9 +301,11 @@ class FixedSizeSampling:
             )
 
     def batches(
-        self, num_examples: int, num_steps: int, rng: np.random.Generator
+        self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
         """Independent uniform subsets."""
+        if isinstance(rng, SecureRandom):
+            return (rng.subset(self.batch_size, num_examples) for _ in range(num_steps))
         strategy = batch_selection.FixedBatchSampling(
             batch_size=self.batch_size, iterations=num_steps
         )
@@ -346,7 +356,7 @@ class FullBatch:
         _refuse_public_n(self, adjacency)
 
     def batches(
-        self, num_examples: int, num_steps: int, rng: np.random.Generator
+        self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
         """All indices, each time."""
         del rng

@@ -130,6 +130,11 @@ def train_sweep(
         ledger=ledger,
         show_unprivatized=show_unprivatized,
     )
+    if mechanism.is_secure:
+        raise ValueError(
+            "a sweep is made for experiments and has no secure mode, got SecureGaussianNoise. Use "
+            "GaussianNoise(), and train once with secure noise for the release."
+        )
     random = [randomness(run.seed) for run in runs]
     states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
     batches = [mechanism.batches(len(private), rng) for rng, _ in random]

@@ -49,6 +49,7 @@ from mirrordp.ledger import Block, FileLedger, Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
+from mirrordp.secure import SecureRandom
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
 from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
 
@@ -288,19 +289,27 @@ class Keys(NamedTuple):
     public: jax.Array
 
 
-def randomness(seed: int | None) -> tuple[np.random.Generator, Keys]:
+def randomness(
+    seed: int | None, *, secure: bool = False
+) -> tuple[np.random.Generator | SecureRandom, Keys]:
     """A host generator for sampling and keys for everything else, all independent.
 
     Without a seed the operating system provides the entropy, which is written down nowhere. A run
-    with a seed can be repeated by anyone who knows it, noise included: it is not for release.
+    with a seed can be repeated by anyone who knows it, noise included: it is not for release. A
+    secure run has no seed; its noise uses none of the keys.
     """
+    if secure and seed is not None:
+        raise ValueError(
+            f"a run with SecureGaussianNoise draws everything from the operating system and cannot "
+            f"be repeated, got seed={seed!r}. Leave seed out, or use GaussianNoise()."
+        )
     entropy = secrets.randbits(128) if seed is None else seed
     sampling, *rest = np.random.SeedSequence(entropy).spawn(4)
     keys = [
         jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")
         for part in rest
     ]
-    return np.random.default_rng(sampling), Keys(*keys)
+    return SecureRandom() if secure else np.random.default_rng(sampling), Keys(*keys)
 
 
 class Passes(NamedTuple):
@@ -440,7 +449,7 @@ def train(
     Returns:
         An iterator of `(TrainState, TrainInfo)`.
     """
-    _check_ledger(ledger, budget, checkpoint)
+    _check_ledger(ledger, budget, checkpoint, mechanism)
     with contextlib.ExitStack() as stack:
         run: checkpoints.Run | None = None
 
@@ -482,7 +491,7 @@ def train(
         if run is not None:
             plan = plan._replace(ledger=run.ledger)
             entropy = run.verify(_configuration(plan, run.key), seed)
-        rng, keys = randomness(entropy)
+        rng, keys = randomness(entropy, secure=mechanism.is_secure)
         every = 1 if checkpoint is None else checkpoint.every
         steps = _generate(plan, rng, keys, budget, run, every)
         stack.pop_all()  # from here on the generator closes the run
@@ -490,7 +499,10 @@ def train(
 
 
 def _check_ledger(
-    ledger: Ledger | None, budget: Budget | None, checkpoint: Checkpoint | None
+    ledger: Ledger | None,
+    budget: Budget | None,
+    checkpoint: Checkpoint | None,
+    mechanism: Mechanism,
 ) -> None:
     if ledger is not None:
         _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
@@ -500,6 +512,12 @@ def _check_ledger(
             raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
     if checkpoint is not None:
         _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+        if isinstance(mechanism, Mechanism) and mechanism.is_secure:
+            raise ValueError(
+                "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
+                "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
+                "a crash begin again from the last released parameters; all steps are charged."
+            )
         if ledger is not None and not isinstance(ledger, FileLedger):
             raise ValueError(
                 "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
@@ -659,7 +677,7 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
 
 def _generate(
     plan: Plan,
-    rng: np.random.Generator,
+    rng: np.random.Generator | SecureRandom,
     keys: Keys,
     budget: Budget | None,
     run: checkpoints.Run | None,
@@ -739,7 +757,7 @@ def _generate(
 
 
 def _recorded(
-    batches: Iterator[np.ndarray], rng: np.random.Generator, drawn: dict[int, str]
+    batches: Iterator[np.ndarray], rng: np.random.Generator | SecureRandom, drawn: dict[int, str]
 ) -> Iterator[np.ndarray]:
     """The batches; keeps where the generator stands after each of them."""
     for count, batch in enumerate(batches, 1):
@@ -747,8 +765,10 @@ def _recorded(
         yield batch
 
 
-def _sampling_state(rng: np.random.Generator) -> str:
-    """A digest of where the sampler's generator stands."""
+def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
+    """A digest of where the sampler's generator stands; a secure one stands nowhere."""
+    if isinstance(rng, SecureRandom):
+        return ""
     state = json.dumps(rng.bit_generator.state, sort_keys=True, default=lambda a: a.tolist())
     return hashlib.sha256(state.encode()).hexdigest()
 

@@ -1,0 +1,1 @@
+"""A Flower app: logistic regression under user-level privacy, helped by public rows."""

@@ -1,0 +1,682 @@
+"""Federated training with user-level privacy on Flower: `pip install 'mirrordp[flower]'`.
+
+`PrivateStrategy` is the server's side of `mirrordp.federated` with Flower's messages in between.
+One node is one user. In every round the server
+
+    charges the ledger;    draws the cohort with the mechanism's sampler;    sends θ to it;
+    adds up clip(Δ_k, C) over the replies that are in order, each with weight one;
+    adds the noise, divides by the expected cohort, mixes in the public side, takes its step.
+
+Clients are not trusted. What a reply does to the sum is bounded by C whatever it holds, and no
+reply, error or silence touches the noise, the divisor or the next cohort. The server and Flower's
+SuperLink are trusted: they see single deltas. See `docs/federated.md` for who is trusted with what.
+
+`client_app` makes a user's side from a function `(params, data) -> params`.
+"""
+
+import collections
+import dataclasses
+import functools
+import io
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:
+    from flwr.app import (
+        Array,
+        ArrayRecord,
+        ConfigRecord,
+        Context,
+        Message,
+        MessageType,
+        MetricRecord,
+        MetricRecordValues,
+        RecordDict,
+    )
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Strategy
+except ImportError as error:
+    raise ImportError(
+        "mirrordp.integrations.flower needs Flower 1.41 or newer. Install it: "
+        "pip install 'mirrordp[flower]'."
+    ) from error
+
+from mirrordp import _validate, accounting, schedules
+from mirrordp.accounting import Adjacency, Epsilon
+from mirrordp.clipping import merge, trainable_part
+from mirrordp.data import PublicClients, PublicData
+from mirrordp.federated import (
+    ClientArrays,
+    Contribution,
+    FederatedState,
+    FederatedStep,
+    clip_delta,
+    local_update,
+)
+from mirrordp.ledger import Ledger
+from mirrordp.mechanism import Mechanism
+from mirrordp.report import RunReport
+from mirrordp.sampling import FixedSizeSampling, FullBatch
+from mirrordp.training import Unprivatized, check_charged_steps, randomness
+from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
+
+ARRAYS, CONFIG = "arrays", "config"
+TICKET, CLIP_NORM, ROUND = "ticket", "clip-norm", "server-round"
+
+# Bytes that a .npy header may add to the numbers themselves.
+_HEADER = 4096
+
+# Flower's logger, by name: what it prints goes where Flower's own lines go.
+_log = logging.getLogger("flwr")
+
+
+def to_arrays(tree: PyTree) -> ArrayRecord:
+    """A tree as Flower's record, one named array per leaf; frozen leaves (None) are left out."""
+    record = {}
+    for name, leaf in _named_leaves(tree).items():
+        array = np.asarray(leaf)
+        # NumPy has no bfloat16 of its own, and its file format forgets what it does not know.
+        record[name] = Array(array if array.dtype.isbuiltin == 1 else array.astype(np.float32))
+    return ArrayRecord(record)
+
+
+def from_arrays(record: ArrayRecord, like: PyTree) -> PyTree:
+    """The tree that `to_arrays` wrote, with the structure, shapes and dtypes of `like`.
+
+    Args:
+        record: the named arrays.
+        like: a tree of arrays, or of `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        ReplyError: if `record` does not hold exactly what `like` asks for.
+    """
+    wanted = _named_leaves(like)
+    if set(record) != set(wanted):
+        raise ReplyError("malformed")
+    found = []
+    for name, leaf in wanted.items():
+        dtype = np.dtype(leaf.dtype)
+        wire = dtype if dtype.isbuiltin == 1 else np.dtype(np.float32)
+        found.append(_read_array(record[name], leaf.shape, wire).astype(dtype))
+    return jax.tree.unflatten(jax.tree.structure(like), found)
+
+
+def _named_leaves(tree: PyTree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path) or "params": leaf for path, leaf in leaves}
+
+
+class ReplyError(ValueError):
+    """A record that is not what was asked for; its text is one of a few fixed words."""
+
+
+def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """The numbers of a Flower array, after its header was checked and before memory is taken.
+
+    `array.numpy()` would believe the header, which a hostile sender writes.
+    """
+    if array.stype != "numpy.ndarray":
+        raise ReplyError("malformed")
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    if len(array.data) > nbytes + _HEADER:
+        raise ReplyError("oversized")
+    file = io.BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        found_shape, is_fortran, found_dtype = read(file)
+    except Exception as error:
+        raise ReplyError("malformed") from error
+    if found_shape != tuple(shape):
+        raise ReplyError("wrong shape")
+    if found_dtype != dtype:
+        raise ReplyError("wrong dtype")
+    numbers = array.data[file.tell() :]
+    if len(numbers) != nbytes:
+        raise ReplyError("malformed")
+    return np.frombuffer(numbers, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def without_amplification(mechanism: Mechanism) -> Mechanism:
+    """The same mechanism as seen by someone who knows who took part in which round: q = 1.
+
+    Sampling amplifies privacy only against those who do not see it. For an observer of the network
+    every round in which a user takes part is a Gaussian mechanism on its own, and in the worst case
+    the user takes part whenever it may. For accounting only: this one samples differently.
+
+    Raises:
+        UnsupportedError: under add-remove adjacency, where presence itself is to be hidden.
+    """
+    if mechanism.adjacency is Adjacency.ADD_REMOVE:
+        raise accounting.UnsupportedError(
+            "who sees who takes part sees who is there, so nothing is left of add-remove "
+            "adjacency. Use Adjacency.ZERO_OUT, which protects what users contribute."
+        )
+    sampling = mechanism.sampling
+    if isinstance(sampling, FixedSizeSampling):
+        sampling = FullBatch(
+            expected_batch_size=sampling.expected_batch_size, num_examples=sampling.num_examples
+        )
+    elif not isinstance(sampling, FullBatch):
+        sampling = dataclasses.replace(sampling, sampling_prob=1.0)  # pyright: ignore
+    return dataclasses.replace(mechanism, sampling=sampling)
+
+
+def wait_for_users(grid: Grid, num_users: int, *, poll_interval: float = 1.0) -> list[int]:
+    """The identifiers of `num_users` nodes, as soon as so many are connected.
+
+    The list is fixed for the run. Nodes that leave stay on it, so that the cohort is drawn as was
+    promised; nodes that come later, or back under a new identifier, are not on it.
+    """
+    _validate.positive_integer(num_users=num_users)
+    _log.info("Waiting for %d nodes", num_users)
+    while len(nodes := sorted(grid.get_node_ids())) < num_users:
+        time.sleep(poll_interval)
+    return nodes[:num_users]
+
+
+def exchange(
+    grid: Grid, messages: Iterable[Message], timeout: float, *, poll_interval: float = 0.5
+) -> list[Message]:
+    """Sends messages and collects replies until all are there or `timeout` seconds have passed.
+
+    As `grid.send_and_receive`, except that messages travel one by one: there, a reply whose sender
+    lies about which message it answers, or that cannot be unpacked, costs others theirs.
+    """
+    waiting = [sent for message in messages for sent in grid.push_messages([message]) if sent]
+    replies: list[Message] = []
+    deadline = time.monotonic() + timeout
+    while waiting and time.monotonic() < deadline:
+        still = []
+        for sent in waiting:
+            try:
+                found = list(grid.pull_messages([sent]))
+            except Exception as error:
+                # Whatever went wrong with one reply is that user's loss alone.
+                _log.warning("A reply could not be fetched (%s)", type(error).__name__)
+                continue
+            replies += found
+            if not found:
+                still.append(sent)
+        waiting = still
+        if waiting:
+            time.sleep(poll_interval)
+    return replies
+
+
+class PrivateStrategy(Strategy):
+    """PDA-DPMD and DP-FedAvg under user-level privacy, as a Flower strategy.
+
+    In a `ServerApp`:
+
+        strategy = PrivateStrategy(step, params, delta=1e-6, public=public, alpha=alpha)
+        params = strategy.run(grid)
+        strategy.report(title="Next words").write("report")
+
+    `strategy.start(grid, strategy.arrays, num_rounds)`, Flower's own loop, gives the same guarantee
+    and survives less (see `exchange`). A strategy runs once.
+
+    Args:
+        step: mechanism (`unit="user"`), server optimiser, and what the public side needs.
+        params: where to begin; must not come from private data.
+        delta: δ of the ε in log and report.
+        users: the nodes that may take part, one per user, in a fixed order; by default the first
+            `mechanism.sampling.num_examples` that connect.
+        public: as in `mirrordp.federated_train`; needed where α < 1.
+        alpha: as in `mirrordp.federated_train`.
+        num_rounds: by default as many as the mechanism was made for.
+        participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
+        round_timeout: seconds after which a round goes on without those who have not replied.
+        ledger: where to charge; pass one to compose several runs.
+        seed: makes sampling and noise reproducible and therefore not for release.
+
+    Attributes:
+        state: `FederatedState`; its noise state is secret.
+        ledger: what was charged.
+        charged_rounds: how many rounds read private data.
+        unprivatized_replies: how many replies were accepted, dropped (and why) or missing. Not
+            covered by the guarantee: for the operator only.
+    """
+
+    def __init__(
+        self,
+        step: FederatedStep,
+        params: Params,
+        *,
+        delta: float,
+        users: Sequence[int] | None = None,
+        public: PublicClients | PublicData | None = None,
+        alpha: float | Sequence[float] | AlphaSchedule = 1.0,
+        num_rounds: int | None = None,
+        participation_is_seen: bool = False,
+        round_timeout: float = 3600.0,
+        ledger: Ledger | None = None,
+        seed: int | None = None,
+    ):
+        _validate.instance_of(FederatedStep, step=step)
+        _validate.open_unit_interval(delta=delta)
+        _validate.positive(round_timeout=round_timeout)
+        mechanism = step.mechanism
+        total = mechanism.num_steps if num_rounds is None else num_rounds
+        _validate.positive_integer(num_rounds=total)
+        self.alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
+        check_charged_steps(self.alphas, mechanism)
+        if public is not None:
+            _validate.instance_of((PublicClients, PublicData), public=public)
+        elif (self.alphas < 1).any():
+            raise ValueError(
+                f"alpha goes down to {float(self.alphas.min()):g}, so public data is needed, got "
+                "none. Pass public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
+            )
+        self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
+        self.ledger = Ledger(mechanism.adjacency) if ledger is None else ledger
+        self._covers = (
+            "this run"
+            if ledger is None
+            else "everything charged to the ledger, by runs that were fixed beforehand"
+        )
+        _validate.instance_of(Ledger, ledger=self.ledger)
+        if self.ledger.adjacency is not mechanism.adjacency:
+            raise ValueError(
+                f"one ledger has one adjacency, got a ledger of {self.ledger.adjacency.value!r} "
+                f"and a mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
+            )
+        self.step, self.delta, self.seed = step, delta, seed
+        self.participation_is_seen, self.round_timeout = participation_is_seen, round_timeout
+        self.charged_rounds = 0
+        self.unprivatized_replies: collections.Counter[str] = collections.Counter()
+        self._rng, keys = randomness(seed)
+        self._public_key = keys.public
+        self.state: FederatedState = step.init(jax.tree.map(jnp.asarray, params), keys.noise)
+        self._public_width, self._public = 0, None
+        if isinstance(public, PublicClients):
+            self._public_width = public.max_examples_per_user
+            self._public = ClientArrays.of(public)
+        elif public is not None:
+            self._public = jax.device_put(public.arrays)
+        self.users: tuple[int, ...] | None = None
+        self._cohorts = iter(())
+        self._tickets: dict[str, int] = {}
+        if users is not None:
+            self._fix_users(users)
+
+    def _fix_users(self, users: Sequence[int]) -> tuple[int, ...]:
+        self.users = tuple(int(user) for user in users)
+        if len(set(self.users)) != len(self.users):
+            raise ValueError("users must be different nodes, got one of them twice.")
+        self._cohorts = self.step.mechanism.batches(len(self.users), self._rng)
+        return self.users
+
+    def _wait(self, grid: Grid) -> tuple[int, ...]:
+        expected = self.step.mechanism.sampling.num_examples
+        if expected is None:
+            raise ValueError(
+                "the mechanism does not say how many users there are, got users=None. Pass the "
+                "list of nodes."
+            )
+        return self._fix_users(wait_for_users(grid, expected))
+
+    @property
+    def params(self) -> Params:
+        """The model: the average of the iterates if one is kept, else the last iterate."""
+        return self.state.params if self.state.average is None else self.state.average
+
+    @property
+    def arrays(self) -> ArrayRecord:
+        """The iterate that clients start from, as a record."""
+        return to_arrays(self.state.params)
+
+    def run(
+        self, grid: Grid, *, on_round: Callable[["PrivateStrategy"], None] | None = None
+    ) -> Params:
+        """Waits for the users, takes all rounds, and returns the model.
+
+        Args:
+            grid: Flower's, as a `ServerApp` receives it.
+            on_round: called with the strategy after each round, for instance to evaluate
+                `strategy.params` on public rows.
+        """
+        self.summary()
+        for number in range(1, len(self.alphas) + 1):
+            messages = self.configure_train(number, self.arrays, ConfigRecord(), grid)
+            self.aggregate_train(number, exchange(grid, messages, self.round_timeout))
+            if on_round is not None:
+                on_round(self)
+        return self.params
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Charges the round, then draws its cohort and writes to it; nobody where α = 0."""
+        if server_round != int(self.state.round) + 1 or server_round > len(self.alphas):
+            raise ValueError(
+                f"expected round {int(self.state.round) + 1} of {len(self.alphas)}, got "
+                f"{server_round}. A strategy runs once: make another, with the same ledger."
+            )
+        if server_round == 1 and arrays != self.arrays:
+            raise ValueError(
+                "a run begins at the params that the strategy was made with, got other arrays. "
+                "Start it with strategy.arrays."
+            )
+        users = self.users or self._wait(grid)
+        self._tickets = {}
+        if self.alphas[server_round - 1] == 0:
+            return []
+        charged = self.charged_rounds
+        self.ledger.charge(self.accounted.event_between(charged, charged + 1))
+        self.charged_rounds += 1
+        # With an adaptive clip the server has to see whether a norm was above C.
+        slack = 1.0 if self.step.adaptive_clip is None else 2.0
+        clip_norm = slack * float(self.state.clip_norm)
+        messages = []
+        for user in np.asarray(next(self._cohorts)).tolist():
+            # Only who got this message can show its ticket: the metadata of a reply is the
+            # sender's own claim.
+            ticket = secrets.token_hex(16)
+            self._tickets[ticket] = user
+            content = {TICKET: ticket, CLIP_NORM: clip_norm, ROUND: server_round}
+            messages.append(
+                Message(
+                    RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **content})}),
+                    dst_node_id=users[user],
+                    message_type=MessageType.TRAIN,
+                    ttl=self.round_timeout,
+                )
+            )
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """The noisy sum of the replies that are in order, and the server's step.
+
+        Everything returned is released: it follows from the noisy sums and public data.
+        """
+        if server_round != int(self.state.round) + 1:
+            raise ValueError(
+                f"expected the replies of round {int(self.state.round) + 1}, got {server_round}."
+            )
+        alpha = self.alphas[server_round - 1]
+        total = self.private_sum(replies)
+        public_gradient, public_loss = None, jnp.nan
+        if self._public is not None:
+            public_gradient, public_loss = self.step.zero_sum(self.state.params).delta, jnp.nan
+            if alpha < 1:
+                key = jax.random.fold_in(self._public_key, server_round)
+                public_gradient, public_loss = _public_grad(
+                    self.step, self.state, self._public, key, self._public_width
+                )
+        self.state, info = _finish(
+            self.step, self.state, total, public_gradient, alpha, public_loss
+        )
+        spent = self.spent()
+        _log.info(
+            "round %d: epsilon %.4g at delta %g, unit: user, %s, %s",
+            server_round, spent.epsilon, spent.delta, spent.adjacency.value, self._against,
+        )  # fmt: skip
+        metrics: dict[str, MetricRecordValues] = {
+            "epsilon": spent.epsilon,
+            "delta": spent.delta,
+            "alpha": float(alpha),
+            "noisy-grad-norm": float(info.noisy_grad_norm),
+            "clip-norm": float(info.clip_norm),
+        }
+        if alpha < 1:
+            metrics["public-loss"] = float(info.public_loss)
+        return self.arrays, MetricRecord(metrics)
+
+    def private_sum(self, replies: Iterable[Message]) -> Contribution:
+        """Σ clip(Δ_k, C) over the replies that are in order, not yet private.
+
+        Formal guarantee: for every user of the cohort the sum holds at most one term, of norm at
+        most C; it depends on nothing but what that user's node was sent and answered, and equals
+        zero unless the answer is a finite array of the right shape and dtype for every leaf.
+        """
+        counts: collections.Counter[str] = collections.Counter()
+        answers: dict[int, Message] = {}
+        tickets, seen = self._tickets, set()
+        self._tickets = {}
+        for reply in replies:
+            if reply.has_error():
+                counts["failed"] += 1
+                continue
+            ticket = _ticket(reply)
+            if ticket in seen:
+                counts["repeated"] += 1
+            elif ticket not in tickets:
+                counts["unsolicited"] += 1
+            else:
+                seen.add(ticket)
+                answers[tickets[ticket]] = reply
+        total = self.step.zero_sum(self.state.params)
+        # In the order of users, not of arrival: floating-point sums depend on it.
+        for _, reply in sorted(answers.items()):
+            try:
+                delta = self._read(reply)
+            except ReplyError as error:
+                counts[str(error)] += 1
+                continue
+            total = _add(self.step, total, delta, self.state.clip_norm)
+            counts["accepted"] += 1
+        counts["missing"] = max(len(tickets) - len(answers) - counts["failed"], 0)
+        self.unprivatized_replies.update(counts)
+        _log.info(
+            "[operator only, not covered by the guarantee] replies: %s",
+            ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
+            or "none asked for",
+        )
+        return total
+
+    def _read(self, reply: Message) -> PyTree:
+        like = self.step.zero_sum(self.state.params).delta
+        try:
+            delta = from_arrays(reply.content.array_records[ARRAYS], like)
+        except ReplyError:
+            raise
+        except Exception as error:
+            # Content comes from outside, and what it can do to a parser is not for us to list.
+            raise ReplyError("malformed") from error
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(delta)):
+            raise ReplyError("not finite")
+        return delta
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Nobody: what users measure on their rows is not covered by the guarantee."""
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Nothing was asked for."""
+        return None
+
+    def spent(self) -> Epsilon:
+        """ε of everything charged so far."""
+        return self.ledger.epsilon(
+            self.delta, accountant=self.accounted.accountant, orders=self.accounted.orders
+        )
+
+    @property
+    def _against(self) -> str:
+        if self.participation_is_seen:
+            return "also against those who see who takes part (q = 1)"
+        return "against those who do not see who takes part"
+
+    def report(self, *, results: Mapping[str, Any] | None = None, **options: Any) -> RunReport:
+        """The run's privacy statement, with ε for an observer of the network among the results.
+
+        Args:
+            results: released quantities, such as the accuracy on public rows.
+            **options: `title`, `tuning` and others, as in `RunReport.of`.
+        """
+        found = dict(results or {})
+        if self.step.mechanism.adjacency is not Adjacency.ADD_REMOVE:
+            seen = without_amplification(self.step.mechanism)
+            found["epsilon_of_this_run_if_participation_is_seen"] = seen.epsilon(
+                self.delta, num_steps=self.charged_rounds
+            )
+        return RunReport.of(
+            self.accounted,
+            self.delta,
+            charged_steps=self.charged_rounds,
+            ledger=self.ledger,
+            seed=self.seed,
+            results=found,
+            **(
+                {
+                    "scope": f"{self._covers}, {self._against}",
+                    "shown_without_protection": ["counts of replies, in the server's log"],
+                }
+                | options
+            ),
+        )
+
+    def summary(self) -> None:
+        """Logs what the run will cost."""
+        mechanism = self.accounted
+        _log.info(
+            "%d rounds, expected cohort %g, clip norm %g, noise multiplier %.4g: epsilon %.4g at "
+            "delta %g when done, %s",
+            len(self.alphas),
+            mechanism.sampling.expected_batch_size,
+            mechanism.l2_clip_norm,
+            mechanism.noise_multiplier,
+            mechanism.epsilon(self.delta, num_steps=int((self.alphas > 0).sum())),
+            self.delta,
+            self._against,
+        )
+
+
+def _ticket(reply: Message) -> str | None:
+    """The ticket that a reply shows; None where there is none."""
+    try:
+        ticket = reply.content.config_records[CONFIG][TICKET]
+    except Exception:
+        return None
+    return ticket if isinstance(ticket, str) else None
+
+
+@functools.partial(jax.jit, static_argnames="step")
+def _add(step: FederatedStep, total: Contribution, delta: PyTree, clip_norm: jax.Array):
+    contribution, _ = step.contribution(delta, clip_norm)
+    return jax.tree.map(jnp.add, total, contribution)
+
+
+@functools.partial(jax.jit, static_argnames=("step", "width"))
+def _public_grad(step: FederatedStep, state: FederatedState, public: Any, key: Any, width: int):
+    return step.public_grad(state, public, key, width=width)
+
+
+@functools.partial(jax.jit, static_argnames="step")
+def _finish(
+    step: FederatedStep,
+    state: FederatedState,
+    total: Contribution,
+    public_gradient: PyTree | None,
+    alpha: Any,
+    public_loss: Any,
+):
+    nothing_shown = Unprivatized(*jnp.zeros([3]))
+    return step.finish(state, total, nothing_shown, public_gradient, alpha, public_loss)
+
+
+def client_app(
+    train: Callable[[Params, Any], Params],
+    load: Callable[[Context], Any],
+    like: Params,
+    *,
+    trainable: PyTree | None = None,
+) -> ClientApp:
+    """A user's side: trains from the server's model on its own rows, and sends the clipped delta.
+
+        Δ = θ − train(θ, load(context)),    reply clip(Δ, C)
+
+    Nothing else leaves the node: no loss, no number of rows. An exception in `train` or `load`
+    becomes a reply that says so; keep private values out of its text, which Flower logs.
+
+    Args:
+        train: `(params, data) -> params`; `local_sgd` makes one from a loss function.
+        load: the user's data, from Flower's context (`context.node_config`).
+        like: a tree with the model's structure, shapes and dtypes.
+        trainable: as in the server's `FederatedStep`; only these leaves are sent.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def answer(message: Message, context: Context) -> Message:
+        config = message.content.config_records[CONFIG]
+        params = from_arrays(message.content.array_records[ARRAYS], like)
+        trained = train(params, load(context))
+
+        clipped = _clipped_difference(
+            trainable_part(params, trainable),
+            trainable_part(trained, trainable),
+            cast(float, config[CLIP_NORM]),
+        )
+        content = {ARRAYS: to_arrays(clipped), CONFIG: ConfigRecord({TICKET: config[TICKET]})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+@jax.jit
+def _clipped_difference(old: PyTree, new: PyTree, clip_norm: Any) -> PyTree:
+    def difference(before, after):
+        wide = jnp.promote_types(before.dtype, jnp.float32)
+        return before.astype(wide) - after.astype(wide)
+
+    return clip_delta(jax.tree.map(difference, old, new), clip_norm).delta
+
+
+def local_sgd(
+    loss_fn: LossFn,
+    *,
+    learning_rate: float,
+    batch_size: int = 16,
+    epochs: int = 1,
+    trainable: PyTree | None = None,
+) -> Callable[[Params, Any], Params]:
+    """`(params, rows) -> params` by the local SGD of the paper; see `federated.local_update`.
+
+    Args:
+        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
+        learning_rate: η.
+        batch_size: rows of a local batch.
+        epochs: how often each row is used.
+        trainable: a tree of booleans over the parameters (or a prefix of it).
+    """
+
+    update = jax.jit(
+        functools.partial(
+            local_update,
+            loss_fn,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            epochs=epochs,
+            trainable=trainable,
+        )
+    )
+
+    def train(params: Params, rows: Any) -> Params:
+        params = jax.tree.map(jnp.asarray, params)
+        num_rows = len(jax.tree.leaves(rows)[0])
+        if num_rows == 0:
+            return params
+        delta, _ = update(params, rows, num_rows, jax.random.key(secrets.randbits(32)))
+        part = jax.tree.map(lambda old, d: old - d, trainable_part(params, trainable), delta)
+        return merge(part, params)
+
+    return train

@@ -1,0 +1,195 @@
+"""Random numbers that an adversary cannot predict, with exact distributions.
+
+Bits come from AES-256 in counter mode (the `cryptography` library), under a key and a counter that
+the operating system provides afresh for every call. There is no state between calls: nothing to
+steal, to repeat, or to share between threads and forked processes by accident. The distributions
+below are exact functions of uniform bits; see docs/secure-noise.md.
+"""
+
+import concurrent.futures
+import decimal
+import functools
+import math
+import os
+from decimal import Decimal
+from types import ModuleType
+
+import numpy as np
+from scipy import special
+
+from mirrordp import _validate
+
+# Bound on the error of the float64 inverse below, in standard deviations: 63 bits of a tail
+# probability above 2⁻²⁴ leave the quantile undecided by less than 2⁻⁴², and the rest is more than
+# 400 times what is documented of `ndtri`.
+_QUANTILE_ERROR = 2.0**-39
+_SMALLEST_TAIL = 2.0**-24
+_CHUNK = 2**16
+
+
+def require_cryptography() -> ModuleType:
+    """The module of ciphers, or an error that says what to install."""
+    try:
+        from cryptography.hazmat.primitives import ciphers
+    except ImportError as error:
+        raise ImportError(
+            "secure randomness needs the package 'cryptography', which is not installed. "
+            "Run: pip install 'mirrordp[secure]'."
+        ) from error
+    return ciphers
+
+
+class SecureRandom:
+    """Where a secure run gets its randomness; takes the place of `numpy.random.Generator`.
+
+    It has no seed and no state, and all instances are alike.
+    """
+
+    def __init__(self):
+        require_cryptography()
+
+    def words(self, count: int) -> np.ndarray:
+        """`count` independent uniform 64-bit integers."""
+        ciphers = require_cryptography()
+        cipher = ciphers.Cipher(
+            ciphers.algorithms.AES(os.urandom(32)), ciphers.modes.CTR(os.urandom(16))
+        )
+        return np.frombuffer(cipher.encryptor().update(bytes(8 * count)), np.uint64)
+
+    def bernoulli(self, probability: float, count: int) -> np.ndarray:
+        """`count` coins that show True with ⌊2⁶⁴·probability⌋ / 2⁶⁴, at most `probability`.
+
+        Rounding down never costs privacy: a smaller sampling probability leaks less.
+        """
+        _validate.probability(probability=probability)
+        if probability == 1:
+            return np.ones(count, bool)
+        # Scaling by a power of two is exact, so int() is the floor.
+        return self.words(count) < np.uint64(int(math.ldexp(probability, 64)))
+
+    def subset(self, size: int, count: int) -> np.ndarray:
+        """A uniformly random subset of `size` of the integers below `count`."""
+        while True:
+            words = self.words(count)
+            if len(np.unique(words)) == count:
+                return np.argsort(words)[:size]
+
+    def rounded_gaussian(self, stddev: float, count: int) -> np.ndarray:
+        """`count` independent draws of round(stddev · Z), Z standard normal, as int32.
+
+        P[K = k] = Φ((k + ½) / stddev) − Φ((k − ½) / stddev), exactly.
+        """
+        _validate.positive(stddev=stddev)
+        if stddev > 2**25:
+            raise ValueError(
+                f"stddev must be at most 2**25, got {stddev!r}. Use a coarser lattice."
+            )
+        sizes = [min(_CHUNK, count - start) for start in range(0, count, _CHUNK)]
+        if len(sizes) <= 1:
+            return rounded_gaussian_of(self.words(count), stddev, self)
+        draw = functools.partial(self._chunk, stddev)
+        return np.concatenate(list(_pool(os.getpid()).map(draw, sizes)))
+
+    def _chunk(self, stddev: float, count: int) -> np.ndarray:
+        return rounded_gaussian_of(self.words(count), stddev, self)
+
+
+@functools.cache
+def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+    """Threads of this process; NumPy, scipy and OpenSSL let go of the interpreter's lock."""
+    del pid
+    return concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+def rounded_gaussian_of(words: np.ndarray, stddev: float, more: SecureRandom) -> np.ndarray:
+    """The draw of round(stddev · Z) that each 64-bit word begins; `more` provides further bits.
+
+    The lowest bit is the sign, the others are the first 63 bits of U, uniform on [0, 1), and
+    |K| = round(−stddev · Φ⁻¹(U / 2)).
+    """
+    bits = words >> np.uint64(1)
+    tail = (bits.astype(np.float64) + 0.5) * 2.0**-64
+    magnitude = -stddev * special.ndtri(tail)
+    nearest = np.rint(magnitude)
+    from_boundary = 0.5 - np.abs(magnitude - nearest)
+    unsure = (from_boundary <= stddev * _QUANTILE_ERROR) | (tail < _SMALLEST_TAIL)
+    result = nearest.astype(np.int32)
+    for place in np.flatnonzero(unsure):
+        result[place] = _exact_magnitude(int(bits[place]), stddev, more)
+    return np.where(words & np.uint64(1), -result, result)
+
+
+def _exact_magnitude(bits: int, stddev: float, more: SecureRandom) -> int:
+    """|K| for the U that begins with these 63 bits.
+
+    With n bits known, U / 2 lies in [bits, bits + 1) / 2^(n + 1), and |K| = k where
+    Φ(−(k + ½) / stddev) ≤ U / 2 < Φ(−(k − ½) / stddev).
+    """
+    length = 63
+    guess = _magnitude_near(bits, length, stddev)
+    while True:
+        # Far more digits than there are bits, so that the doubt is that of the bits.
+        digits = 40 + length // 3
+        with decimal.localcontext() as context:
+            context.prec = digits
+            doubt = Decimal(10) ** (10 - digits)
+            scale = Decimal(2) ** (length + 1)
+            low, high = Decimal(bits) / scale, Decimal(bits + 1) / scale
+            outer = normal_tail(guess + 0.5, stddev)
+            inner = normal_tail(guess - 0.5, stddev) if guess > 0 else Decimal(1)
+            if low >= outer + doubt and high <= inner - doubt:
+                return guess
+            if high <= outer - doubt:
+                guess += 1
+                continue
+            if low >= inner + doubt:
+                guess -= 1
+                continue
+        bits, length = (bits << 64) | int(more.words(1)[0]), length + 64
+        guess = _magnitude_near(bits, length, stddev)
+
+
+def _magnitude_near(bits: int, length: int, stddev: float) -> int:
+    log_tail = math.log(bits + 0.5) - (length + 1) * math.log(2)
+    return round(-stddev * float(special.ndtri_exp(log_tail)))
+
+
+def normal_tail(x: float, stddev: float) -> Decimal:
+    """Φ(−x / stddev) for x ≥ 0, to nine digits less than the context's precision.
+
+    Φ(−z) = ½ − φ(z) (z + z³/3 + z⁵/(3·5) + ...): all terms are positive, so each of the n terms
+    adds at most n + 2 units in the last place of a sum below ½.
+    """
+    z = Decimal(x) / Decimal(stddev)
+    square = z * z
+    term = total = z
+    smallest = Decimal(10) ** -(decimal.getcontext().prec + 5)
+    odd = 1
+    # Once the terms shrink by half at each step, what is left is no more than the last of them.
+    while term > smallest * total or odd < 2 * square:
+        odd += 2
+        term = term * square / odd
+        total += term
+    density = (-square / 2).exp() / (2 * _pi()).sqrt()
+    return Decimal("0.5") - density * total
+
+
+def _pi() -> Decimal:
+    """π to the context's precision, by Machin's formula."""
+    return _machin(decimal.getcontext().prec)
+
+
+@functools.cache
+def _machin(digits: int) -> Decimal:
+    one = 10 ** (digits + 10)
+
+    def arccot(n: int) -> int:
+        power = total = one // n
+        k, sign = 1, 1
+        while power:
+            power //= n * n
+            k, sign = k + 2, -sign
+            total += sign * (power // k)
+        return total
+
+    return Decimal(4 * (4 * arccot(5) - arccot(239))).scaleb(-(digits + 10))

@@ -1,0 +1,73 @@
+"""Nodes that speak Flower's protocol and lie: `python hostile_flower_node.py HOST:PORT KIND...`.
+
+Each registers with the SuperLink as any SuperNode would. No app of the server's runs on it: it
+answers every message with what its kind says, until it is killed.
+"""
+
+import sys
+import threading
+import time
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supernode.fleet_http_connection import http_request_response
+
+
+def tampered(content, kind, number=0):
+    """The model that was sent, as a delta that no honest user would send."""
+    change = {
+        "huge": lambda array: np.full_like(array, 1e30),
+        "nan": lambda array: np.full_like(array, np.nan),
+        "shape": lambda array: np.zeros((*array.shape, 2), array.dtype),
+        # Twice, and not the same: whichever arrives first is the only one that may count.
+        "repeated": lambda array: np.full_like(array, 1 + number),
+    }[kind]
+    arrays = content.array_records["arrays"]
+    ticket = content.config_records["config"]["ticket"]
+    return RecordDict(
+        {
+            "arrays": ArrayRecord({k: Array(change(v.numpy())) for k, v in arrays.items()}),
+            "config": ConfigRecord({"ticket": ticket}),
+        }
+    )
+
+
+def node(address, kind):
+    with http_request_response(address, insecure=True) as connection:
+        _, receive, send, _, _, pull_object, push_object, confirm = connection
+        print(f"{kind}: connected", flush=True)
+        while True:
+            received = receive()
+            if received is None:
+                time.sleep(0.5)
+                continue
+            message, tree = received
+            run = message.metadata.run_id
+            names = [part.object_id for part in iterate_object_tree(tree)]
+            contents = pull_objects(names, lambda name, run=run: pull_object(run, name))
+            name = message.metadata.message_id
+            question = inflate_object_from_contents(name, contents)
+            question.metadata.__dict__["_message_id"] = name
+            confirm(run, name)
+            for number in range(3 if kind == "repeated" else 1):
+                reply = Message(tampered(question.content, kind, number), reply_to=question)
+                reply.metadata.__dict__["_message_id"] = reply.object_id
+                objects = get_all_nested_objects(reply)
+                wanted, session = send(reply, get_object_tree(reply), 0.0)
+                for part in wanted:
+                    push_object(run, session, part, objects[part].deflate())
+                print(f"{kind}: sent {number}, {len(wanted)} objects taken", flush=True)
+
+
+if __name__ == "__main__":
+    nodes = [threading.Thread(target=node, args=(sys.argv[1], name)) for name in sys.argv[2:]]
+    for thread in nodes:
+        thread.start()
+    for thread in nodes:
+        thread.join()

@@ -1,0 +1,496 @@
+"""The server's side of Flower runs, without processes: what replies can and cannot do."""
+
+import dataclasses
+import importlib.util
+import os
+
+import pytest
+
+if importlib.util.find_spec("flwr") is None and "MIRRORDP_REQUIRE_FLOWER" not in os.environ:
+    pytest.skip("needs Flower: pip install 'mirrordp[flower]'", allow_module_level=True)
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.supercore.task_identity import TaskIdentity
+
+import mirrordp
+from mirrordp import (
+    Accountant,
+    Adjacency,
+    FullBatch,
+    Mechanism,
+    PoissonSampling,
+    PublicData,
+    federated,
+)
+from mirrordp.accounting import UnsupportedError
+from mirrordp.integrations import flower
+from tests import tools
+
+CLIP, USERS, ROUNDS, DELTA = 0.5, 6, 3, 1e-3
+NODES = [900 + user for user in range(USERS)]
+PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros([])}
+# Messages can be made inside a run only.
+TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+
+def loss_fn(params, example):
+    return tools.squared_distance(params["w"] + params["b"], example)
+
+
+def mechanism(**options):
+    defaults = {
+        "sampling": FullBatch.of(USERS),
+        "l2_clip_norm": CLIP,
+        "noise_multiplier": 0.0,
+        "num_steps": ROUNDS,
+        "unit": "user",
+    }
+    return Mechanism(**(defaults | options))
+
+
+def strategy(*, step=None, params=PARAMS, mech=None, **options):
+    step = federated.FederatedStep(
+        **(
+            {
+                "loss_fn": loss_fn,
+                "mechanism": mechanism() if mech is None else mech,
+                "optimizer": federated.server_sgd(1.0, 0.0),
+                "client_learning_rate": 0.1,
+            }
+            | (step or {})
+        )
+    )
+    defaults = {"delta": DELTA, "users": NODES, "seed": 1, "round_timeout": 5.0}
+    return flower.PrivateStrategy(step, params, **(defaults | options))
+
+
+class FakeGrid:
+    """Keeps messages, and answers each with what `answer(message)` returns."""
+
+    def __init__(self, answer=lambda message: []):
+        self.answer, self.sent, self.replies = answer, [], {}
+
+    def get_node_ids(self):
+        return list(reversed(NODES))
+
+    def push_messages(self, messages):
+        names = []
+        for message in messages:
+            names.append(str(len(self.sent)))
+            self.sent.append(message)
+            self.replies[names[-1]] = self.answer(message)
+        return names
+
+    def pull_messages(self, message_ids):
+        return [reply for name in message_ids for reply in self.replies.pop(name, [])]
+
+
+def ask(server, number=1, grid=None):
+    return server.configure_train(number, server.arrays, ConfigRecord(), grid or FakeGrid())
+
+
+def delta(value=0.1):
+    return {"b": np.float32(value), "w": np.full(3, value, np.float32)}
+
+
+def reply(message, tree=None, *, ticket=None, arrays=None, **records):
+    if arrays is None:
+        arrays = flower.to_arrays(delta() if tree is None else tree)
+    own = message.content.config_records["config"]["ticket"]
+    shown = ConfigRecord({"ticket": own if ticket is None else ticket})
+    return Message(RecordDict({"arrays": arrays, "config": shown} | records), reply_to=message)
+
+
+def one_round(answer, server=None, number=1):
+    """The server after a round in which `answer(place, message)` gives the replies of each user."""
+    server = server or strategy()
+    messages = ask(server, number)
+    replies = [found for place, m in enumerate(messages) for found in answer(place, m)]
+    server.aggregate_train(number, replies)
+    return server
+
+
+def honest(place, message):
+    return [reply(message, delta(0.01 * (place + 1)))]
+
+
+def wide(tree):
+    return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+
+
+def raw(data, *, shape=(3,), dtype="float32", stype="numpy.ndarray"):
+    return Array(dtype=dtype, shape=shape, stype=stype, data=data)
+
+
+def with_w(array, name="['w']"):
+    record = flower.to_arrays(delta())
+    del record["['w']"]
+    record[name] = array
+    return record
+
+
+def npy(header, numbers=b"\0" * 12):
+    text = header.encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + numbers
+
+
+HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }\n"
+HOSTILE = {
+    "not finite": lambda m: reply(m, {"b": np.float32(np.nan), "w": np.zeros(3, np.float32)}),
+    "infinite": lambda m: reply(m, {"b": np.float32(0), "w": np.full(3, -np.inf, np.float32)}),
+    "wrong shape": lambda m: reply(m, {"b": np.float32(0), "w": np.zeros((3, 1), np.float32)}),
+    "scalar": lambda m: reply(m, {"b": np.zeros(1, np.float32), "w": np.zeros(3, np.float32)}),
+    "wrong dtype": lambda m: reply(m, {"b": np.float32(0), "w": np.zeros(3, np.float64)}),
+    "other byte order": lambda m: reply(m, arrays=with_w(Array(np.zeros(3, ">f4")))),
+    "text": lambda m: reply(m, arrays=with_w(Array(np.array(["a", "b", "c"])))),
+    "oversized": lambda m: reply(m, {"b": np.float32(0), "w": np.zeros(2000, np.float32)}),
+    "padded": lambda m: reply(m, arrays=with_w(raw(npy(HUGE) + b"\0" * 10_000))),
+    "header lies": lambda m: reply(m, arrays=with_w(raw(npy(HUGE)))),
+    "header is code": lambda m: reply(m, arrays=with_w(raw(npy("__import__('os')")))),
+    "no header": lambda m: reply(m, arrays=with_w(raw(b"\x80\x04pickle"))),
+    "zip": lambda m: reply(m, arrays=with_w(raw(b"PK\x03\x04" + b"\0" * 40))),
+    "cut off": lambda m: reply(m, arrays=with_w(raw(Array(np.zeros(3, np.float32)).data[:-4]))),
+    "other encoding": lambda m: reply(m, arrays=with_w(raw(b"", stype="torch"))),
+    "other name": lambda m: reply(m, arrays=with_w(Array(np.zeros(3, np.float32)), "w")),
+    "leaf missing": lambda m: reply(m, {"b": np.float32(0)}),
+    "leaf too many": lambda m: reply(m, delta() | {"c": np.float32(0)}),
+    "nothing": lambda m: reply(m, arrays=ArrayRecord()),
+    "no record": lambda m: Message(
+        RecordDict({"config": m.content.config_records["config"]}), reply_to=m
+    ),
+    "record of another kind": lambda m: reply(m, arrays=MetricRecord({"w": 1.0})),
+    "no ticket": lambda m: Message(RecordDict({"arrays": flower.to_arrays(delta())}), reply_to=m),
+    "ticket of another kind": lambda m: reply(m, ticket=3),
+    "wrong ticket": lambda m: reply(m, ticket="0" * 32),
+    "error": lambda m: Message(Error(1, "reason"), reply_to=m),
+}
+
+
+def test_a_round_is_the_mean_of_clipped_deltas():
+    sizes = [0.001, 0.1, 1.0, 100.0, 0.0, 1e30]
+    server = one_round(lambda place, m: [reply(m, delta(sizes[place]))])
+    expected = sum(wide(federated.clip_delta(delta(size), CLIP).delta) for size in sizes)
+    np.testing.assert_allclose(wide(server.params), -expected / USERS, rtol=1e-5)
+    assert server.unprivatized_replies["accepted"] == USERS
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_not_in_order_adds_nothing(kind):
+    server = one_round(lambda place, m: [HOSTILE[kind](m)] if place == 2 else honest(place, m))
+    silent = one_round(lambda place, m: [] if place == 2 else honest(place, m))
+    np.testing.assert_array_equal(wide(server.params), wide(silent.params))
+    counts = server.unprivatized_replies
+    assert counts["accepted"] == USERS - 1
+    assert sum(counts.values()) - counts["missing"] == USERS
+    names = {"not finite", "wrong shape", "wrong dtype", "oversized", "malformed", "failed"}
+    dropped = {name for name in counts if counts[name]} - {"accepted", "missing"}
+    assert len(dropped) == 1
+    assert dropped <= names | {"unsolicited"}
+    if kind in names:
+        assert dropped == {kind}
+
+
+@pytest.mark.parametrize("value", [1e38, -1e38, 1e-3, 7.0, np.nan])
+@pytest.mark.parametrize("copies", [1, 5])
+def test_one_hostile_client_moves_the_sum_by_at_most_the_clip_norm(value, copies):
+    def total(hostile):
+        server = strategy()
+        messages = ask(server)
+        replies = [found for place, m in enumerate(messages[1:]) for found in honest(place, m)]
+        return wide(server.private_sum(hostile(messages[0]) + replies))
+
+    def hostile(message):
+        replies = [reply(message, delta(value)) for _ in range(copies)]
+        # Not its own: what it could learn or guess of the others' messages carries no ticket.
+        return [*replies, reply(message, delta(value), ticket="f" * 32)]
+
+    assert np.linalg.norm(total(hostile) - total(lambda message: [])) <= CLIP * (1 + 1e-6)
+
+
+def test_a_repeated_reply_counts_once():
+    once = one_round(honest)
+    twice = one_round(lambda place, m: 2 * honest(place, m))
+    np.testing.assert_array_equal(wide(once.params), wide(twice.params))
+    assert twice.unprivatized_replies["repeated"] == USERS
+
+
+def test_a_late_reply_counts_in_no_other_round():
+    server = strategy()
+    late = [reply(message) for message in ask(server)]
+    server.aggregate_train(1, [])
+    ask(server, 2)
+    server.aggregate_train(2, late)
+    assert server.unprivatized_replies == {"missing": 2 * USERS, "unsolicited": USERS}
+    np.testing.assert_array_equal(wide(server.params), 0)
+
+
+def test_what_users_claim_about_themselves_has_no_weight():
+    def boasting(place, message):
+        claim = MetricRecord({"num-examples": 10**9, "weight": 1e9})
+        return [reply(message, delta(0.01 * (place + 1)), metrics=claim)]
+
+    np.testing.assert_array_equal(wide(one_round(boasting).params), wide(one_round(honest).params))
+
+
+@pytest.mark.parametrize("answer", [lambda place, m: [], lambda place, m: [HOSTILE["error"](m)]])
+def test_noise_and_divisor_do_not_depend_on_replies(answer):
+    """What differs is what was sent, and nothing of it is left in the next round's noise."""
+    noisy = mechanism(noise_multiplier=3.0)
+    first, second = strategy(mech=noisy), strategy(mech=noisy)
+    one_round(honest, first), one_round(answer, second)
+    sent = sum(wide(federated.clip_delta(delta(0.01 * (k + 1)), CLIP).delta) for k in range(USERS))
+    np.testing.assert_allclose(
+        wide(second.params) - wide(first.params), sent / USERS, rtol=1e-4, atol=1e-6
+    )
+    for server in (first, second):
+        server.state = server.state._replace(params=PARAMS)
+        one_round(lambda place, m: [], server, 2)
+    np.testing.assert_array_equal(wide(first.params), wide(second.params))
+    assert first.spent() == second.spent()
+
+
+def test_dropped_replies_leave_the_same_bits():
+    noisy = mechanism(noise_multiplier=3.0)
+    hostile = one_round(lambda place, m: [HOSTILE["not finite"](m)], strategy(mech=noisy))
+    nobody = one_round(lambda place, m: [], strategy(mech=noisy))
+    np.testing.assert_array_equal(wide(hostile.params), wide(nobody.params))
+    assert np.abs(wide(nobody.params)).min() > 0
+
+
+def test_a_round_is_charged_before_anything_is_sent():
+    noisy = mechanism(noise_multiplier=2.0)
+    server = strategy(mech=noisy)
+    seen = []
+
+    def broken(message):
+        seen.append(server.spent().epsilon)
+        raise ConnectionError("the network is gone")
+
+    with pytest.raises(ConnectionError):
+        server.run(FakeGrid(broken))
+    assert seen == [noisy.epsilon(DELTA, num_steps=1)]
+    assert server.spent().epsilon == noisy.epsilon(DELTA, num_steps=1)
+
+
+def test_a_round_with_nobody_in_it():
+    rare = mechanism(
+        sampling=PoissonSampling(sampling_prob=1e-9, expected_batch_size=2.0, num_examples=USERS),
+        noise_multiplier=1.0,
+    )
+    server = strategy(mech=rare)
+    assert ask(server) == []
+    server.aggregate_train(1, [])
+    assert server.charged_rounds == 1
+    assert np.abs(wide(server.params)).min() > 0
+
+
+def test_cohorts_are_those_of_the_mechanism():
+    poisson = mechanism(
+        sampling=PoissonSampling.for_batch_size(2, num_examples=USERS), num_steps=40
+    )
+    server = strategy(mech=poisson)
+    found = []
+    for number in range(1, 41):
+        messages = ask(server, number)
+        found.append([m.metadata.dst_node_id - NODES[0] for m in messages])
+        server.aggregate_train(number, [])
+    rng, _ = mirrordp.training.randomness(1)
+    assert found == [draw.tolist() for draw in poisson.batches(USERS, rng)]
+    assert len({len(cohort) for cohort in found}) > 2
+
+
+def test_epsilon_without_amplification():
+    # RDP, because it is the quicker of the two.
+    fast = {"noise_multiplier": 2.0, "accountant": Accountant.RDP}
+    poisson = mechanism(sampling=PoissonSampling.for_batch_size(2, num_examples=USERS), **fast)
+    everyone = mechanism(**fast)
+    hidden, seen = (strategy(mech=poisson, participation_is_seen=s) for s in (False, True))
+    for server in (hidden, seen):
+        for number in range(1, ROUNDS + 1):
+            one_round(honest, server, number)
+    assert hidden.spent().epsilon == pytest.approx(poisson.epsilon(DELTA))
+    assert seen.spent().epsilon == pytest.approx(everyone.epsilon(DELTA))
+    assert seen.spent().epsilon > 1.5 * hidden.spent().epsilon
+    # The cohorts and the noise are the same: only the statement differs.
+    np.testing.assert_array_equal(wide(hidden.params), wide(seen.params))
+    for server, statement in ((hidden, "do not see"), (seen, "q = 1")):
+        report = server.report(results={"accuracy": 0.5})
+        assert report.epsilon == server.spent().epsilon
+        assert report.unit == "user"
+        assert statement in report.scope
+        name = "epsilon_of_this_run_if_participation_is_seen"
+        assert report.results[name] == pytest.approx(everyone.epsilon(DELTA))
+        assert "accepted" not in report.to_json()
+        assert report.results["accuracy"] == 0.5
+    fixed = mechanism(
+        sampling=mirrordp.FixedSizeSampling(batch_size=2, num_examples=USERS),
+        adjacency=Adjacency.REPLACE,
+        **fast,
+    )
+    replace = dataclasses.replace(everyone, adjacency=Adjacency.REPLACE)
+    assert flower.without_amplification(fixed).epsilon(DELTA) == replace.epsilon(DELTA)
+    with pytest.raises(UnsupportedError, match="sees who"):
+        flower.without_amplification(
+            mechanism(
+                sampling=PoissonSampling(sampling_prob=0.1, expected_batch_size=1.0),
+                adjacency=Adjacency.ADD_REMOVE,
+            )
+        )
+
+
+def test_public_side_and_alpha():
+    """At α = 0 nobody is asked and nothing charged; in between the two sides are mixed."""
+    rows = PublicData(tools.features(rows=4, seed=3))
+    server = strategy(public=rows, alpha=[0.0, 0.25, 1.0])
+    assert ask(server) == []
+    server.aggregate_train(1, [])
+    assert server.charged_rounds == 0
+    gradient = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, rows.arrays)))
+    np.testing.assert_allclose(wide(server.params), -wide(gradient(PARAMS)), rtol=1e-5)
+    before = server.params
+    one_round(honest, server, 2)
+    sent = sum(wide(delta(0.01 * (place + 1))) for place in range(USERS)) / USERS
+    expected = wide(before) - 0.25 * sent - 0.75 * wide(gradient(before))
+    np.testing.assert_allclose(wide(server.params), expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="public data is needed"):
+        strategy(alpha=0.5)
+
+
+def test_adaptive_clip_sees_norms_above_the_clip_norm():
+    clip = mirrordp.AdaptiveClip()
+    small = one_round(lambda p, m: [reply(m, delta(1e-4))], strategy(step={"adaptive_clip": clip}))
+    large = strategy(step={"adaptive_clip": clip})
+    messages = ask(large)
+    allowed = messages[0].content.config_records["config"]["clip-norm"]
+    large.aggregate_train(1, [
+        reply(m, federated.clip_delta(delta(9.0), allowed).delta) for m in messages
+    ])  # fmt: skip
+    assert float(small.state.clip_norm) < CLIP < float(large.state.clip_norm)
+
+
+def client(train=lambda params, data: params, like=PARAMS, **options):
+    return flower.client_app(train, lambda context: context.node_config, like, **options)
+
+
+CONTEXT = Context(run_id=1, node_id=900, node_config={"k": 2}, state=RecordDict(), run_config={})
+
+
+def test_server_and_clients_speak_the_same_language():
+    """A whole run over a fake grid: waits for nodes, trains, clips on both sides, reports."""
+
+    def train(params, config):
+        return jax.tree.map(lambda leaf: leaf - 0.01 * config["k"], params)
+
+    app = client(train)
+    server = strategy(users=None)
+    rounds = []
+    grid = FakeGrid(lambda message: [app(message, CONTEXT)])
+    params = server.run(grid, on_round=lambda s: rounds.append(int(s.state.round)))
+    assert rounds == [1, 2, 3]
+    assert server.users == tuple(NODES)
+    np.testing.assert_allclose(wide(params), -0.06, rtol=1e-4)
+    assert server.unprivatized_replies == {"accepted": ROUNDS * USERS, "missing": 0}
+    with pytest.raises(ValueError, match="runs once"):
+        server.run(grid)
+
+
+def test_clients_clip():
+    message = ask(strategy())[0]
+    answer = client(lambda params, _: jax.tree.map(lambda p: p + 100, params))(message, CONTEXT)
+    sent = flower.from_arrays(answer.content.array_records["arrays"], PARAMS)
+    assert CLIP * (1 - 1e-3) < np.linalg.norm(wide(sent)) <= CLIP
+    assert list(answer.content) == ["arrays", "config"]
+
+
+@pytest.mark.parametrize("params", [jnp.ones(2), {"a": [jnp.ones(2, jnp.bfloat16), jnp.ones(1)]}])
+def test_trees_survive_the_journey(params):
+    found = flower.from_arrays(flower.to_arrays(params), params)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [
+        leaf.dtype for leaf in jax.tree.leaves(params)
+    ]
+    np.testing.assert_array_equal(wide(found), wide(params))
+
+
+def test_frozen_leaves_are_not_sent():
+    mask = {"w": True, "b": False}
+    frozen = mirrordp.clipping.frozen_mask(mask, PARAMS)
+    rows = np.ones((5, 3), np.float32)
+    train = flower.local_sgd(loss_fn, learning_rate=0.1, batch_size=2, trainable=mask)
+    app = client(lambda params, _: train(params, rows), trainable=mask)
+    server = strategy(step={"trainable": frozen})
+    messages = ask(server)
+    replies = [app(message, CONTEXT) for message in messages]
+    assert list(replies[0].content.array_records["arrays"]) == ["['w']"]
+    server.aggregate_train(1, replies)
+    assert server.unprivatized_replies["accepted"] == USERS
+    assert float(server.params["b"]) == 0
+    assert np.all(np.asarray(server.params["w"]) > 0)
+
+
+def test_local_sgd_is_the_local_update():
+    rows = tools.features(rows=4, seed=0)
+    found = flower.local_sgd(loss_fn, learning_rate=0.1, batch_size=4)(PARAMS, rows)
+    change, _ = federated.local_update(
+        loss_fn, PARAMS, rows, 4, jax.random.key(0), learning_rate=0.1, batch_size=4
+    )
+    np.testing.assert_allclose(wide(found), wide(PARAMS) - wide(change), rtol=1e-5, atol=1e-7)
+    nothing = flower.local_sgd(loss_fn, learning_rate=0.1)(PARAMS, rows[:0])
+    np.testing.assert_array_equal(wide(nothing), wide(PARAMS))
+
+
+def test_one_broken_reply_does_not_cost_the_others_theirs():
+    class Broken(FakeGrid):
+        def pull_messages(self, message_ids):
+            if message_ids == ["2"]:
+                raise ValueError("cannot unpack")
+            return super().pull_messages(message_ids)
+
+    app = client()
+    server = strategy(num_rounds=1)
+    server.run(Broken(lambda message: [app(message, CONTEXT)]))
+    assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
+
+
+def test_stragglers_are_left_behind():
+    app = client()
+    server = strategy(num_rounds=1, round_timeout=0.2)
+    grid = FakeGrid(lambda m: [] if m.metadata.dst_node_id == 903 else [app(m, CONTEXT)])
+    server.run(grid)
+    assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"users": [1, 1]}, "different nodes"),
+        ({"users": [1, 2]}, "made for num_examples"),
+        ({"num_rounds": 9}, "made for 3 steps"),
+        ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, "one adjacency"),
+        ({"mech": Mechanism(sampling=FullBatch.of(6), l2_clip_norm=1.0, noise_multiplier=1.0,
+                            num_steps=3)}, "one record is one user"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        strategy(**options)
+
+
+def test_other_initial_arrays_are_refused():
+    server = strategy()
+    with pytest.raises(ValueError, match=r"strategy\.arrays"):
+        server.configure_train(1, flower.to_arrays(delta()), ConfigRecord(), FakeGrid())
+    assert server.charged_rounds == 0
