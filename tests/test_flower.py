@@ -97,6 +97,9 @@ class FakeGrid:
     def pull_messages(self, message_ids):
         return [reply for name in message_ids for reply in self.replies.pop(name, [])]
 
+    def send_and_receive(self, messages, *, timeout=None):
+        return self.pull_messages(self.push_messages(messages))
+
 
 def ask(server, number=1, grid=None):
     return server.configure_train(number, server.arrays, ConfigRecord(), grid or FakeGrid())
@@ -245,15 +248,23 @@ def test_what_users_claim_about_themselves_has_no_weight():
     np.testing.assert_array_equal(wide(one_round(boasting).params), wide(one_round(honest).params))
 
 
-@pytest.mark.parametrize("answer", [lambda place, m: [], lambda place, m: [HOSTILE["error"](m)]])
-def test_noise_and_divisor_do_not_depend_on_replies(answer):
+def some(place, message):
+    return honest(place, message) if place < 2 else []
+
+
+@pytest.mark.parametrize(
+    ("answer", "answered"),
+    [(lambda place, m: [], 0), (lambda place, m: [HOSTILE["error"](m)], 0), (some, 2)],
+    ids=["nobody", "errors", "some"],
+)
+def test_noise_and_divisor_do_not_depend_on_replies(answer, answered):
     """What differs is what was sent, and nothing of it is left in the next round's noise."""
     noisy = mechanism(noise_multiplier=3.0)
     first, second = strategy(mech=noisy), strategy(mech=noisy)
     one_round(honest, first), one_round(answer, second)
-    sent = sum(wide(federated.clip_delta(delta(0.01 * (k + 1)), CLIP).delta) for k in range(USERS))
+    lost = sum(wide(delta(0.01 * (k + 1))) for k in range(answered, USERS))
     np.testing.assert_allclose(
-        wide(second.params) - wide(first.params), sent / USERS, rtol=1e-4, atol=1e-6
+        wide(second.params) - wide(first.params), lost / USERS, rtol=1e-4, atol=1e-6
     )
     for server in (first, second):
         server.state = server.state._replace(params=PARAMS)
@@ -283,6 +294,14 @@ def test_a_round_is_charged_before_anything_is_sent():
         server.run(FakeGrid(broken))
     assert seen == [noisy.epsilon(DELTA, num_steps=1)]
     assert server.spent().epsilon == noisy.epsilon(DELTA, num_steps=1)
+
+
+def test_a_crash_leaves_what_was_sent_charged(tmp_path):
+    noisy = mechanism(noise_multiplier=2.0)
+    with mirrordp.FileLedger.create(tmp_path / "ledger", noisy.adjacency) as ledger:
+        ask(strategy(mech=noisy, ledger=ledger))
+    found = mirrordp.FileLedger.read(tmp_path / "ledger").epsilon(DELTA)
+    assert found.epsilon == noisy.epsilon(DELTA, num_steps=1)
 
 
 def test_a_round_with_nobody_in_it():
@@ -405,6 +424,69 @@ def test_server_and_clients_speak_the_same_language():
     assert server.unprivatized_replies == {"accepted": ROUNDS * USERS, "missing": 0}
     with pytest.raises(ValueError, match="runs once"):
         server.run(grid)
+
+
+def test_a_run_is_what_federated_train_simulates():
+    """Same seed, same cohorts, same noise: deployment and simulation are one algorithm."""
+    lists = [tools.features(rows=3 if user else 0, seed=user) for user in range(USERS)]
+    start = jnp.ones(3)
+    common = {"client_learning_rate": 0.3, "client_batch_size": 4, "average": None}
+    noisy = mechanism(
+        sampling=PoissonSampling.for_batch_size(4, num_examples=USERS),
+        noise_multiplier=1.0,
+        accountant=Accountant.RDP,
+    )
+    public = mirrordp.PublicClients.from_users(
+        [tools.features(rows=3, seed=50), tools.features(rows=2, seed=51)], max_examples_per_user=4
+    )
+    optimizer = federated.server_sgd(0.5)
+    *_, (simulated, _) = mirrordp.federated_train(
+        tools.squared_distance,
+        start,
+        mirrordp.PrivateClients.from_users(lists, max_examples_per_user=4),
+        public,
+        mechanism=noisy,
+        optimizer=optimizer,
+        alpha=[1.0, 0.7, 0.4],
+        seed=5,
+        users_per_pass=USERS,
+        **common,
+    )
+    train = flower.local_sgd(tools.squared_distance, learning_rate=0.3, batch_size=4)
+    app = flower.client_app(train, lambda context: lists[context.node_config["user"]], start)
+
+    def answer(message):
+        user = message.metadata.dst_node_id - NODES[0]
+        return [app(message, dataclasses.replace(CONTEXT, node_config={"user": user}))]
+
+    server = strategy(
+        step=common | {"loss_fn": tools.squared_distance, "optimizer": optimizer},
+        params=start,
+        mech=noisy,
+        public=public,
+        alpha=[1.0, 0.7, 0.4],
+        seed=5,
+    )
+    np.testing.assert_allclose(server.run(FakeGrid(answer)), simulated.params, rtol=1e-4)
+
+
+def test_flowers_own_loop():
+    app = client(lambda params, _: jax.tree.map(lambda leaf: leaf - 0.01, params))
+    server = strategy()
+    grid = FakeGrid(lambda message: [app(message, CONTEXT)])
+    result = server.start(grid, server.arrays, num_rounds=ROUNDS)
+    np.testing.assert_allclose(wide(flower.from_arrays(result.arrays, PARAMS)), -0.03, rtol=1e-4)
+    assert [int(number) for number in result.train_metrics_clientapp] == [1, 2, 3]
+    assert set(result.train_metrics_clientapp[3]) == {
+        "epsilon", "delta", "alpha", "noisy-grad-norm", "clip-norm",
+    }  # fmt: skip
+    assert not result.evaluate_metrics_clientapp
+
+
+def test_another_model_on_the_client_is_named():
+    message = ask(strategy())[0]
+    with pytest.raises(flower.ReplyError, match="must share one model"):
+        client(like={"w": jnp.zeros(3)})(message, CONTEXT)
 
 
 def test_clients_clip():

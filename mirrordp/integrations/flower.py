@@ -100,7 +100,11 @@ def from_arrays(record: ArrayRecord, like: PyTree) -> PyTree:
     """
     wanted = _named_leaves(like)
     if set(record) != set(wanted):
-        raise ReplyError("malformed")
+        raise ReplyError(
+            "malformed",
+            f"expected arrays named {sorted(wanted)}, got {sorted(record)!r:.500}. Server and "
+            "clients must share one model.",
+        )
     found = []
     for name, leaf in wanted.items():
         dtype = np.dtype(leaf.dtype)
@@ -115,7 +119,15 @@ def _named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 class ReplyError(ValueError):
-    """A record that is not what was asked for; its text is one of a few fixed words."""
+    """A record that is not what was asked for.
+
+    Attributes:
+        reason: one of a few fixed words, for counting; the text may quote what a stranger sent.
+    """
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
 
 
 def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -124,10 +136,10 @@ def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarr
     `array.numpy()` would believe the header, which a hostile sender writes.
     """
     if array.stype != "numpy.ndarray":
-        raise ReplyError("malformed")
+        raise ReplyError("malformed", f"expected a NumPy array, got {array.stype!r:.50}.")
     nbytes = int(np.prod(shape)) * dtype.itemsize
     if len(array.data) > nbytes + _HEADER:
-        raise ReplyError("oversized")
+        raise ReplyError("oversized", f"expected {nbytes} bytes, got {len(array.data)}.")
     file = io.BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(file)
@@ -137,14 +149,14 @@ def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarr
         }[version]
         found_shape, is_fortran, found_dtype = read(file)
     except Exception as error:
-        raise ReplyError("malformed") from error
+        raise ReplyError("malformed", "expected NumPy's file format, got another.") from error
     if found_shape != tuple(shape):
-        raise ReplyError("wrong shape")
+        raise ReplyError("wrong shape", f"expected {tuple(shape)}, got {found_shape!r:.100}.")
     if found_dtype != dtype:
-        raise ReplyError("wrong dtype")
+        raise ReplyError("wrong dtype", f"expected {dtype}, got {found_dtype!s:.50}.")
     numbers = array.data[file.tell() :]
     if len(numbers) != nbytes:
-        raise ReplyError("malformed")
+        raise ReplyError("malformed", f"expected {nbytes} bytes of numbers, got {len(numbers)}.")
     return np.frombuffer(numbers, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
@@ -413,7 +425,7 @@ class PrivateStrategy(Strategy):
         if self._public is not None:
             public_gradient, public_loss = self.step.zero_sum(self.state.params).delta, jnp.nan
             if alpha < 1:
-                key = jax.random.fold_in(self._public_key, server_round)
+                key = jax.random.fold_in(self._public_key, self.state.round)
                 public_gradient, public_loss = _public_grad(
                     self.step, self.state, self._public, key, self._public_width
                 )
@@ -465,7 +477,7 @@ class PrivateStrategy(Strategy):
             try:
                 delta = self._read(reply)
             except ReplyError as error:
-                counts[str(error)] += 1
+                counts[error.reason] += 1
                 continue
             total = _add(self.step, total, delta, self.state.clip_norm)
             counts["accepted"] += 1
@@ -486,9 +498,9 @@ class PrivateStrategy(Strategy):
             raise
         except Exception as error:
             # Content comes from outside, and what it can do to a parser is not for us to list.
-            raise ReplyError("malformed") from error
+            raise ReplyError("malformed", "expected a record of arrays.") from error
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(delta)):
-            raise ReplyError("not finite")
+            raise ReplyError("not finite", "expected finite numbers.")
         return delta
 
     def configure_evaluate(
