@@ -321,8 +321,8 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
 def _no_command(arguments: argparse.Namespace) -> int:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict, budget, report or compare), "
-        "got none; see 'mirrordp --help'."
+        "expected a command (account, calibrate, demo, fit, predict, budget, audit, report or "
+        "compare), got none; see 'mirrordp --help'."
     )
 
 
