@@ -1200,10 +1200,10 @@ def _audit(arguments: argparse.Namespace) -> int:
         shared = {"delta": arguments.delta, "confidence": arguments.confidence}
         print(json.dumps({"refuted": refuted, **shared, "audits": rows}))
         return int(refuted)
-    print(f"{'algorithm':<16}{'attack':<10}{'of':<9}{'reported':>9}{'at least':>10}")
+    print(f"{'algorithm':<20}{'attack':<10}{'of':<9}{'reported':>9}{'at least':>10}")
     for result in found:
         print(
-            f"{result.algorithm.value:<16}{result.attack.value:<10}{result.measure:<9}"
+            f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
             f"{result.reported:>9.3f}{result.lower_bound:>10.3f}"
             + ("  REFUTED" if result.refuted else "")
         )
