@@ -13,6 +13,7 @@ rows without noise except their number, which counts as public, and, where nobod
 of their labels; `privacy_` says so.
 """
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -138,7 +139,7 @@ class _Problem:
         return dataclasses.replace(self, counts=counts)
 
 
-class _PrivateLinearModel(BaseEstimator):
+class _PrivateLinearModel(BaseEstimator, abc.ABC):
     """What the estimators share: validation, scaling, settings, the private descent, the report."""
 
     epsilon: float
@@ -156,15 +157,15 @@ class _PrivateLinearModel(BaseEstimator):
     intercept_: Any
     n_features_in_: int
 
+    @abc.abstractmethod
     def _encode(self, y: np.ndarray, y_public: np.ndarray | None) -> _Problem:
         """Targets for the loss."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _decode(
         self, problem: _Problem, coefficients: np.ndarray, intercepts: np.ndarray
     ) -> tuple[np.ndarray, Any]:
         """`coef_` and `intercept_`, from shapes (m, d) and (m,)."""
-        raise NotImplementedError
 
     def fit(self, X, y, X_public=None, y_public=None, *, counts=None, budget=None, checkpoint=None):
         """Fits the model to private rows under (ε, δ)-differential privacy.

@@ -6,6 +6,7 @@ that the accounting assumed: C for zero-out and add-remove, 2C for replace. The 
 pipelines broken in the usual ways, must fail.
 """
 
+import abc
 import dataclasses
 import functools
 
@@ -166,11 +167,12 @@ def test_other_samplings_under_replace(sampling):
     assert 2 * CLIP - SLACK <= largest_distance(*found) <= 2 * CLIP + SLACK
 
 
-class _Broken(Mechanism):
+class _Broken(Mechanism, abc.ABC):
     """A mechanism whose clipped sum is changed."""
 
+    @abc.abstractmethod
     def change(self, params, batch, is_padding, total, loss_fn):
-        raise NotImplementedError
+        """The sum as the broken mechanism has it."""
 
     def clipped_grad(self, loss_fn, **options):
         right = super().clipped_grad(loss_fn, **options)
