@@ -308,6 +308,11 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
         metavar="{poisson,fixed,full}",
         help="how batches are drawn (default: %(default)s)",
     )
+    _add_adjacency(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_adjacency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adjacency",
         type=_one_of(*(kind.value for kind in Adjacency)),
@@ -315,7 +320,6 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
         metavar="{add-remove,replace,zero-out}",
         help="which data sets are neighbours (default: %(default)s, where N is public)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _no_command(arguments: argparse.Namespace) -> int:
@@ -991,13 +995,7 @@ def _add_budget_commands(commands: Any) -> None:
         metavar="FILE",
         help="the private data; a fingerprint of it, keyed with a secret in DIR, is kept",
     )
-    init.add_argument(
-        "--adjacency",
-        type=_one_of(*(kind.value for kind in Adjacency)),
-        default=Adjacency.ZERO_OUT.value,
-        metavar="{add-remove,replace,zero-out}",
-        help="which data sets are neighbours (default: %(default)s, where N is public)",
-    )
+    _add_adjacency(init)
     init.add_argument(
         "--unit",
         type=_one_of(*UNITS),

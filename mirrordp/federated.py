@@ -47,7 +47,7 @@ from mirrordp.data import (
     excluded_users,
     require_private_clients,
 )
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import WarmStart, public_grad, warm_start
 from mirrordp.sampling import PADDING, passes
@@ -810,14 +810,7 @@ def federated_train(
     excluded = np.zeros(len(private), bool)
     if isinstance(public, PublicClients):
         excluded = excluded_users(private, public, overlap)
-    if ledger is None:
-        ledger = Ledger(mechanism.adjacency)
-    _validate.instance_of(Ledger, ledger=ledger)
-    if ledger.adjacency is not mechanism.adjacency:
-        raise ValueError(
-            f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
-            f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
-        )
+    ledger = ledger_for(mechanism.adjacency, ledger)
     if state is not None and seed is None:
         raise ValueError(
             "to go on from a state the run needs the seed it began with, got seed=None: other "

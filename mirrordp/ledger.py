@@ -115,6 +115,19 @@ class Ledger:
         )
 
 
+def ledger_for(adjacency: Adjacency, ledger: Ledger | None) -> Ledger:
+    """The caller's ledger, checked to speak of the same neighbours, or a new one."""
+    if ledger is None:
+        return Ledger(adjacency)
+    _validate.instance_of(Ledger, ledger=ledger)
+    if ledger.adjacency is not adjacency:
+        raise ValueError(
+            f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
+            f"mechanism of {adjacency.value!r}. Use the same for all runs."
+        )
+    return ledger
+
+
 class FileLedger(Ledger):
     """A ledger in a file; make one with `create`, open it with `open` or `read`.
 

@@ -45,7 +45,7 @@ from mirrordp.data import (
     require_private,
     require_public,
 )
-from mirrordp.ledger import Block, FileLedger, Ledger
+from mirrordp.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
@@ -590,8 +590,6 @@ def plan_runs(
     )
     if average is not None:
         _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
-    if ledger is not None:
-        _validate.instance_of(Ledger, ledger=ledger)
     if noisy_clip_norm is not None:
         _validate.positive(noisy_clip_norm=noisy_clip_norm)
     if public_batch_size is not None:
@@ -621,13 +619,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
-    if ledger is None:
-        ledger = Ledger(mechanism.adjacency)
-    elif ledger.adjacency is not mechanism.adjacency:
-        raise ValueError(
-            f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
-            f"mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
-        )
+    ledger = ledger_for(mechanism.adjacency, ledger)
     if admit is not None:
         admit(table)
     excluded = np.zeros(len(private), bool)

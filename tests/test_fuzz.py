@@ -135,6 +135,13 @@ def fit(folder, task, *more) -> list[str]:
     ]  # fmt: skip
 
 
+def predict(folder) -> list[str]:
+    return [
+        "predict", "--model", str(folder / "model"), "--input", str(folder / "input.csv"),
+        "--output", str(folder / "output.csv"),
+    ]  # fmt: skip
+
+
 @contextlib.contextmanager
 def fresh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("case")
@@ -240,10 +247,7 @@ def test_a_damaged_input_or_model_of_predict(tmp_path_factory, model, data):
             stored.write_bytes(data.draw(damaged(stored.read_bytes())))
         (folder / "input.csv").write_bytes(source)
         output = folder / "output.csv"
-        code, _ = call(
-            ["predict", "--model", str(folder / "model"), "--input", str(folder / "input.csv"),
-             "--output", str(output)]
-        )  # fmt: skip
+        code, _ = call(predict(folder))
         assert output.exists() == (code == 0)
         left = {path.name for path in folder.iterdir()} - {"model", "input.csv", "output.csv"}
         assert left == set()
@@ -280,10 +284,7 @@ def test_a_model_file_of_other_values(tmp_path_factory, model, data):
         stored.write_text(json.dumps(data.draw(damaged_json(json.loads(stored.read_text())))))
         (folder / "input.csv").write_bytes(PRIVATE)
         output = folder / "output.csv"
-        code, _ = call(
-            ["predict", "--model", str(folder / "model"), "--input", str(folder / "input.csv"),
-             "--output", str(output)]
-        )  # fmt: skip
+        code, _ = call(predict(folder))
         assert output.exists() == (code == 0)
 
 
