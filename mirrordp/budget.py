@@ -228,11 +228,7 @@ class Budget:
             wait: seconds to wait for another process that has it open.
         """
         folder = Path(folder)
-        if not (folder / LEDGER_FILE).is_file():
-            raise LedgerError(
-                f"expected a budget in {str(folder)!r}, got a folder without {LEDGER_FILE}. Make "
-                "one with 'mirrordp budget init', or check the path."
-            )
+        _require_ledger(folder, "Make one with 'mirrordp budget init', or check the path.")
         budget = cls(folder, FileLedger.open(folder / LEDGER_FILE, wait=wait))
         if data is not None:
             try:
@@ -246,11 +242,7 @@ class Budget:
     def status_of(cls, folder: str | os.PathLike[str]) -> BudgetStatus:
         """The status of a budget, whoever may be using it; changes nothing."""
         folder = Path(folder)
-        if not (folder / LEDGER_FILE).is_file():
-            raise LedgerError(
-                f"expected a budget in {str(folder)!r}, got a folder without {LEDGER_FILE}. Check "
-                "the path."
-            )
+        _require_ledger(folder, "Check the path.")
         return cls(folder, FileLedger.read(folder / LEDGER_FILE)).status
 
     @property
@@ -442,6 +434,13 @@ def _identify(key: bytes, data: str | os.PathLike[str] | PrivateData) -> dict[st
         return {"kind": "rows", "fingerprint": _fingerprint.of_arrays(key, data.arrays)}
     _require_readable(data)
     return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
+
+
+def _require_ledger(folder: Path, advice: str) -> None:
+    if (folder / LEDGER_FILE).is_file():
+        return
+    came = f"a folder without {LEDGER_FILE}" if folder.is_dir() else "no such folder"
+    raise LedgerError(f"expected a budget in {str(folder)!r}, got {came}. {advice}")
 
 
 def _require_readable(data: str | os.PathLike[str]) -> None:

@@ -38,6 +38,7 @@ from mirrordp.checkpoint import (
 from mirrordp.mechanism import UNITS
 from mirrordp.report import NOT_FOR_RELEASE, ReportError, upwards
 from mirrordp.report_commands import add_report_commands
+from mirrordp.secure import require_cryptography
 from mirrordp.tables import TASKS
 
 DEFAULT_FOLDER = "mirrordp-demo"
@@ -557,8 +558,21 @@ def _advised(arguments: argparse.Namespace, compute: Callable[[], Any]) -> Any:
         ) from None
 
 
+# The end of a sentence and, unless it is a name in code or an abbreviation, the next one's word.
+_NEXT_SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. (?:([A-Z][a-z]*)(?=[ ,;:\']))?")
+
+
 def _sentence(error: Exception) -> str:
-    return str(error).strip().rstrip(".").replace(". ", "; ") + "."
+    """A message of the library as one sentence.
+
+    >>> _sentence(ValueError("expected a file, got none. Check the path."))
+    'expected a file, got none; check the path.'
+    """
+
+    def joined(end: re.Match[str]) -> str:
+        return "; " + (end[1] or "").lower()
+
+    return _NEXT_SENTENCE.sub(joined, str(error).strip().rstrip(".")) + "."
 
 
 def _print_guarantee(
@@ -736,6 +750,12 @@ def _add_table_commands(commands: Any) -> None:
         help=f"{table}; further rows that need no protection, to judge the model by",
     )
     fit.add_argument(
+        "--secure",
+        action="store_true",
+        help="noise from a cryptographic generator, exact on a lattice, for models to release "
+        "(needs pip install 'mirrordp[secure]'); such a run cannot be repeated or resumed",
+    )
+    fit.add_argument(
         "--seed", type=_seed, metavar="N", help="for a run that can be repeated: not for release"
     )
     fit.add_argument(
@@ -797,9 +817,10 @@ def _fit(arguments: argparse.Namespace) -> int:
             f"expected --epsilon of at most {_LARGEST_TARGET:g}, got {arguments.epsilon:g}, which "
             "protects nothing; choose a smaller one."
         )
+    _check_secure(arguments)
     began = time.perf_counter()
     out, run_folder = arguments.out, _run_folder(arguments.out)
-    with _table_errors(), _resumable(arguments, run_folder):
+    with _table_errors(), _resumable(arguments, run_folder) as charged_to:
         if arguments.resume and (out / tabular.MODEL_FILE).exists():
             return _already_finished(arguments, run_folder)
         tabular.check_new_folder(out)
@@ -810,6 +831,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             budget = None
             if arguments.budget is not None:
                 budget = stack.enter_context(Budget.open(arguments.budget, wait=arguments.wait))
+                charged_to.append((budget, budget.status.charges))
             delta = arguments.delta or (1e-5 if budget is None else budget.status.delta)
             fitted = tabular.fit_files(
                 arguments.private,
@@ -818,6 +840,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 task=arguments.task,
                 epsilon=arguments.epsilon,
                 delta=delta,
+                secure=arguments.secure,
                 seed=arguments.seed,
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
@@ -826,7 +849,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
                 checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True)
-                if HAS_LOCKS
+                if HAS_LOCKS and not arguments.secure
                 else None,
                 stage=_patiently,
             )
@@ -841,6 +864,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             "unit": report.unit,
             "steps": report.charged_steps,
             "accountant": report.accountant,
+            "noise": report.noise,
             "tuning": report.tuning,
             "task": model.task,
             "target": arguments.target,
@@ -870,11 +894,14 @@ def _fit(arguments: argparse.Namespace) -> int:
         f"Privacy: epsilon {upwards(report.epsilon)}, delta {report.delta:g} for every private "
         "row; the number of rows counts as public."
     )
+    if report.is_secure and report.charged_steps > 0:
+        print("Noise: from a cryptographic generator, exact on a lattice; rounding is charged.")
     if report.ledger is not None:
         budget = report.ledger["budget"]
         print(
-            f"Budget: {_upward_percent(budget['used'])} used after {_runs(budget['runs'])}; all of "
-            f"them together have at most epsilon {budget['epsilon']:g}, delta {budget['delta']:g}."
+            f"Budget: {_upward_percent(budget['used'])} used after {_count(budget['runs'], 'run')}"
+            f"; all of them together have at most epsilon {budget['epsilon']:g}, delta "
+            f"{budget['delta']:g}."
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
@@ -930,13 +957,44 @@ def _remove_secrets(arguments: argparse.Namespace, run_folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _resumable(arguments: argparse.Namespace, run_folder: Path) -> Iterator[None]:
-    """Says after Ctrl-C how to go on."""
+def _check_secure(arguments: argparse.Namespace) -> None:
+    """Refuses what a run that cannot be repeated has no use for, and a missing library."""
+    if not arguments.secure:
+        return
+    for option, given in (
+        ("--seed", arguments.seed is not None),
+        ("--resume", arguments.resume),
+        ("--keep-checkpoint", arguments.keep_checkpoint),
+    ):
+        if given:
+            raise UsageError(
+                f"expected --secure or {option}, got both, and a secure run cannot be repeated: "
+                "its noise is written down nowhere; leave one of them out."
+            )
     try:
-        yield
+        require_cryptography()
+    except ImportError as error:
+        raise UsageError(_sentence(error)) from None
+
+
+@contextlib.contextmanager
+def _resumable(
+    arguments: argparse.Namespace, run_folder: Path
+) -> Iterator[list[tuple[Budget, int]]]:
+    """Says after Ctrl-C how to go on.
+
+    Yields a list for the budget that the run is charged to and its number of charges before.
+    """
+    charged_to: list[tuple[Budget, int]] = []
+    try:
+        yield charged_to
     except KeyboardInterrupt:
         if not checkpoint_files(run_folder):
+            if any(budget.status.charges > before for budget, before in charged_to):
+                raise KeyboardInterrupt(
+                    "The run was charged, and a secure run cannot be resumed: its noise is written "
+                    "down nowhere. What was charged stays charged."
+                ) from None
             raise KeyboardInterrupt("Nothing was charged.") from None
         command = [word for word in arguments.command if word != "--resume"]
         raise KeyboardInterrupt(
@@ -1072,9 +1130,9 @@ def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
         ),
         ("adjacency", status.adjacency.value),
         ("unit", f"one {status.unit}"),
-        ("used", f"{_upward_percent(status.used)}, by {_runs(status.runs)}"),
+        ("used", f"{_upward_percent(status.used)}, by {_count(status.runs, 'run')}"),
         ("room for", room),
-        ("ledger", f"{status.position.length} records, head {status.position.head}"),
+        ("ledger", f"{_count(status.position.length, 'record')}, head {status.position.head}"),
     ]
     for name, value in rows:
         print(f"{name:<12}{value}")
@@ -1084,8 +1142,8 @@ def _upward_percent(share: float) -> str:
     return f"{math.ceil(1000 * share - 1e-9) / 10:g}%"
 
 
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
+def _count(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count} {what}s"
 
 
 @contextlib.contextmanager
@@ -1132,7 +1190,7 @@ def _add_audit_command(commands: Any) -> None:
             name, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)"
         )
     algorithms, attacks = (
-        ("dp-sgd", "pda-dpmd", "exact-pda-dpmd"),
+        ("dp-sgd", "pda-dpmd", "exact-pda-dpmd", "federated-pda-dpmd"),
         ("one-run", "paired", "gaussian"),
     )
     for name, choices in (("--algorithm", algorithms), ("--attack", attacks)):
@@ -1162,7 +1220,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         )
     if (arguments.algorithm, arguments.attack) == ("federated-pda-dpmd", "paired"):
         raise UsageError(
-            "expected --attack one-run or gaussian for the federated algorithm, got paired."
+            "expected --attack one-run or gaussian for the federated algorithm, got paired; choose "
+            "one of them."
         )
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(

@@ -37,9 +37,11 @@ from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarni
 from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
+from mirrordp.noise import GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.report import RunReport
 from mirrordp.sampling import FullBatch
-from mirrordp.training import randomness
+from mirrordp.secure import require_cryptography
+from mirrordp.training import randomness, require_repeatable
 
 METHODS = ("auto", "exact", "dpsgd")
 # The search for settings on public rows is no secret, and the same rows give the same settings.
@@ -151,6 +153,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     learning_rate: float | str
     row_norm_bound: float | None
     adjacency: str
+    secure: bool
     random_state: Any
 
     coef_: np.ndarray
@@ -185,7 +188,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             budget: a `mirrordp.Budget`, opened with the data, that the fit is charged to before the
                 descent begins; it is refused if it does not fit.
             checkpoint: a `mirrordp.Checkpoint`: keeps the randomness, so that a fit that was cut
-                off and is resumed is the same fit and is charged once.
+                off and is resumed is the same fit and is charged once. Not with `secure=True`.
 
         Returns:
             The fitted estimator.
@@ -208,17 +211,24 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         else:
             scaling, theta, settings = self._plan(problem, X_public, len(X))
         seed = _seed(self.random_state)
-        mechanism = self._mechanism(len(X), settings)
+        noise = SecureGaussianNoise.of(theta) if self.secure else GaussianNoise()
+        mechanism = self._mechanism(len(X), settings, noise)
+        if checkpoint is not None:
+            _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
+            require_repeatable(mechanism)
         if settings.num_steps > 0:
             rows = Rows(scaling(X), problem.targets, problem.counts)
-            with self._charged(mechanism, settings, theta, rows, budget, checkpoint) as entropy:
+            with self._charged(
+                mechanism, settings, theta, rows, seed, budget, checkpoint
+            ) as entropy:
+                _, keys = randomness(entropy, secure=mechanism.is_secure)
                 theta = linear.private_descent(
                     problem.family,
                     theta,
                     rows,
                     mechanism,
                     learning_rate=settings.learning_rate,
-                    key=randomness(seed if entropy is None else entropy)[1].noise,
+                    key=keys.noise,
                 )
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
@@ -233,6 +243,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         settings: Settings,
         theta: np.ndarray,
         rows: Rows,
+        seed: int | None,
         budget: Budget | None,
         checkpoint: Checkpoint | None,
     ) -> Iterator[int | None]:
@@ -241,7 +252,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Nothing of a descent can be seen before its end, so it is one block: after a crash all of it
         is computed again, with the same randomness, and it is not charged again.
         """
-        seed, steps = _seed(self.random_state), mechanism.num_steps
+        steps = mechanism.num_steps
         if budget is not None:
             _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
             budget.require_data()
@@ -251,7 +262,6 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 budget.charge(mechanism.event, block=Block(secrets.token_hex(8), 0, steps))
             yield seed
             return
-        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
         run = checkpoint.open(mechanism.adjacency, budget=budget)
         with contextlib.closing(run):
             parameters = self.get_params() | {"random_state": None}
@@ -300,6 +310,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 f"adjacency must be 'zero-out' or 'replace', got {self.adjacency!r}: the number of "
                 "rows divides the noisy sum, so that it counts as public."
             )
+        _validate.instance_of(bool, secure=self.secure)
+        if self.secure:
+            require_cryptography()
+            if self.random_state is not None:
+                raise ValueError(
+                    "a secure fit draws its noise from the operating system and cannot be "
+                    f"repeated, got random_state={self.random_state!r}. Leave random_state out, or "
+                    "use secure=False."
+                )
 
     def _validated(self, X: Any, y: Any, *, public: bool) -> tuple[np.ndarray, np.ndarray]:
         suffix, remark = ("_public", "") if public else ("", f" {UNPROTECTED}")
@@ -327,7 +346,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             _refuse_non_finite(f"y{suffix}", y, remark)
         return X, y
 
-    def _mechanism(self, num_private: int, settings: Settings) -> Mechanism:
+    def _mechanism(self, num_private: int, settings: Settings, noise: Noise) -> Mechanism:
         return Mechanism.calibrate(
             epsilon=self.epsilon,
             delta=self.delta,
@@ -335,13 +354,16 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             num_steps=max(settings.num_steps, 1),
             l2_clip_norm=settings.l2_clip_norm,
             adjacency=Adjacency(self.adjacency),
+            noise=noise,
         )
 
     def _one_step_noise(self, num_private: int) -> float:
-        """The noise multiplier that spends the budget in one step."""
+        """The noise multiplier that spends the budget in one step, to choose settings by."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the run itself warns of a large delta
-            return self._mechanism(num_private, Settings(1.0, 1, 1.0)).noise_multiplier
+            return self._mechanism(
+                num_private, Settings(1.0, 1, 1.0), GaussianNoise()
+            ).noise_multiplier
 
     def _given(self, name: str) -> Any:
         value = getattr(self, name)
@@ -540,6 +562,10 @@ _SHARED_PARAMETERS = """
         row_norm_bound: R: private and public rows longer than R are scaled down to norm R in
             training. Without public rows features are divided by R too.
         adjacency: "zero-out", or "replace" for the stronger guarantee with twice the noise.
+        secure: draw the noise from a cryptographic generator, exactly, on a lattice
+            (`mirrordp.SecureGaussianNoise`; needs `pip install 'mirrordp[secure]'`). For models to
+            release. Such a fit cannot be repeated: it takes neither a random_state nor a
+            checkpoint.
         random_state: None takes randomness from the operating system. An integer (or a NumPy
             generator) makes the fit reproducible and therefore not for release.
 
@@ -588,6 +614,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         learning_rate="auto",
         row_norm_bound=None,
         adjacency="zero-out",
+        secure=False,
         random_state=None,
     ):
         self.epsilon = epsilon
@@ -600,6 +627,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         self.learning_rate = learning_rate
         self.row_norm_bound = row_norm_bound
         self.adjacency = adjacency
+        self.secure = secure
         self.random_state = random_state
 
     def _encode(self, y, y_public):
@@ -657,6 +685,7 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
         learning_rate="auto",
         row_norm_bound=None,
         adjacency="zero-out",
+        secure=False,
         random_state=None,
     ):
         self.epsilon = epsilon
@@ -668,6 +697,7 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
         self.learning_rate = learning_rate
         self.row_norm_bound = row_norm_bound
         self.adjacency = adjacency
+        self.secure = secure
         self.random_state = random_state
 
     def _encode(self, y, y_public):
@@ -728,6 +758,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         learning_rate="auto",
         row_norm_bound=None,
         adjacency="zero-out",
+        secure=False,
         random_state=None,
     ):
         self.epsilon = epsilon
@@ -740,6 +771,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         self.learning_rate = learning_rate
         self.row_norm_bound = row_norm_bound
         self.adjacency = adjacency
+        self.secure = secure
         self.random_state = random_state
 
     def _encode(self, y, y_public):

@@ -247,29 +247,37 @@ class _NoiseStream:
     """Adds a mechanism's noise to one sum after the other, in float64.
 
     The privatizer runs in units of the noise, σC (s/(σC) + N(0, 1)), on a vector padded to a round
-    length: one compiled function then serves every σ and C, and most numbers of parameters.
+    length: one compiled function then serves every σ and C, and most numbers of parameters. Secure
+    noise is added to the sum as it is: what its lattice costs was charged for σC and p.
     """
 
     def __init__(self, mechanism: Mechanism, size: int, key: jax.Array):
         _validate.positive("Without noise there is no privacy.", noise=mechanism.noise_stddev)
-        self._unit = mechanism.noise_stddev
+        self._unit, self._stddev, length = mechanism.noise_stddev, 1.0, 64 * -(-size // 64)
+        if mechanism.is_secure:
+            self._unit, self._stddev, length = 1.0, mechanism.noise_stddev, size
         self._noise = mechanism.noise
-        self._padded = np.zeros(64 * -(-size // 64))
+        self._padded = np.zeros(length)
         with jax.enable_x64(True):
-            self._state = mechanism.noise.privatizer(1.0, key).init(jnp.asarray(self._padded))
+            privatizer = self._noise.privatizer(self._stddev, key)
+            self._state = privatizer.init(jnp.asarray(self._padded))
 
     def __call__(self, clipped_sum: np.ndarray) -> np.ndarray:
         padded = self._padded.copy()
         padded[: clipped_sum.size] = clipped_sum.ravel() / self._unit
         with jax.enable_x64(True):
-            noisy, self._state = _add_unit_noise(self._noise, jnp.asarray(padded), self._state)
+            noisy, self._state = _add_noise(
+                self._noise, self._stddev, jnp.asarray(padded), self._state
+            )
         return self._unit * np.asarray(noisy)[: clipped_sum.size].reshape(clipped_sum.shape)
 
 
-@functools.partial(jax.jit, static_argnames="noise")
-def _add_unit_noise(noise: Noise, clipped_sum: jax.Array, state: PyTree) -> tuple[Any, PyTree]:
+@functools.partial(jax.jit, static_argnames=("noise", "stddev"))
+def _add_noise(
+    noise: Noise, stddev: float, clipped_sum: jax.Array, state: PyTree
+) -> tuple[Any, PyTree]:
     # The key lives in the state; the one given here is never used.
-    return noise.privatizer(1.0, jax.random.key(0)).update(clipped_sum, state)
+    return noise.privatizer(stddev, jax.random.key(0)).update(clipped_sum, state)
 
 
 def descend(

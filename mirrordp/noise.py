@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jax_privacy.matrix_factorization import toeplitz
 
 from mirrordp import _validate
 from mirrordp._float64 import float64_call
+from mirrordp.clipping import trainable_part
 from mirrordp.secure import SecureRandom, require_cryptography
+from mirrordp.types import Params, PyTree
 
 
 @runtime_checkable
@@ -155,6 +157,21 @@ class SecureGaussianNoise:
             raise ValueError(f"bits must be at most 24, got {self.bits}. The default is 20.")
         _validate.non_negative(arithmetic_slack=self.arithmetic_slack)
         require_cryptography()
+
+    @classmethod
+    def of(cls, params: Params, *, trainable: PyTree | None = None, **options: Any) -> Self:
+        """The secure noise for a model: p is the number of its trainable parameters.
+
+        >>> SecureGaussianNoise.of({"w": np.zeros((3, 2)), "b": np.zeros(2)}).num_params
+        8
+
+        Args:
+            params: the model's parameters; only their shapes are looked at.
+            trainable: as in `mirrordp.train`.
+            **options: the remaining arguments.
+        """
+        leaves = jax.tree.leaves(trainable_part(params, trainable))
+        return cls(num_params=sum(np.size(leaf) for leaf in leaves), **options)
 
     @property
     def num_bands(self) -> int:

@@ -73,6 +73,8 @@ class RunReport:
         sampling_prob: q.
         noise: independent or correlated noise.
         noise_multiplier: σ, relative to the clip norm.
+        charged_multiplier: what the accountant was told instead of σ, where that is less: secure
+            noise charges for its lattice and for arithmetic. None where it is σ.
         l2_clip_norm: C.
         divisor: the public constant by which the noisy sum was divided.
         charged_steps: steps that read private data.
@@ -113,6 +115,7 @@ class RunReport:
     shown_without_protection: tuple[str, ...]
     seed: int | None
     versions: Mapping[str, str]
+    charged_multiplier: float | None = None
     epsilon_over_steps: tuple[tuple[int, float], ...] = ()
     curves: tuple["Curve", ...] = ()
     results: Results
@@ -201,6 +204,7 @@ class RunReport:
             if bands == 1
             else f"correlated Gaussian, {bands} bands",
             noise_multiplier=float(mechanism.noise_multiplier),
+            charged_multiplier=_charged_multiplier(mechanism),
             l2_clip_norm=float(mechanism.l2_clip_norm),
             divisor=float(mechanism.sampling.expected_batch_size),
             charged_steps=int(steps),
@@ -275,10 +279,9 @@ class RunReport:
             for field in dataclasses.fields(self)
         }
         fields["randomness"] = self._randomness
-        if self.seed is None:
-            del fields["seed"]
-        if self.ledger is None:
-            del fields["ledger"]
+        for name in ("seed", "ledger", "charged_multiplier"):
+            if fields[name] is None:
+                del fields[name]
         results = fields.pop("results")
         return fields | {"results": results}
 
@@ -287,7 +290,17 @@ class RunReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
     @property
+    def is_secure(self) -> bool:
+        """Whether noise and batches came from a cryptographic generator."""
+        return self.noise == SECURE_NOISE
+
+    @property
     def _randomness(self) -> str:
+        if self.is_secure:
+            return (
+                "noise and batches from AES-256, keyed by the operating system afresh for every "
+                "draw; there is no seed, and nobody can repeat the run"
+            )
         if self.seed is None:
             return "from the operating system; it is no part of what is released"
         return f"from the seed given by the caller: {NOT_FOR_RELEASE}"
@@ -418,8 +431,10 @@ class RunReport:
         return (
             f"in {self.charged_steps} steps, by {self.sampling} sampling with probability "
             f"{_number(self.sampling_prob)}. Each contribution was cut to norm "
-            f"{_number(self.l2_clip_norm)}, and {self.noise} noise of "
+            f"{_number(self.l2_clip_norm)}, and "
+            f"{'independent Gaussian' if self.is_secure else self.noise} noise of "
             f"{_number(self.noise_multiplier)} times that norm was added to their sum"
+            + (", in integers on a lattice" if self.is_secure else "")
         )
 
     def answers(self) -> list[tuple[str, str]]:
@@ -489,7 +504,7 @@ class RunReport:
             "terminal, marked as not covered, and do not belong in what is published.",
             "Errors of floating-point arithmetic beyond the allowance that was charged, and an "
             "adversary who breaks AES-256."
-            if self.noise == SECURE_NOISE
+            if self.is_secure
             else "The noise is drawn in floating point by a pseudo-random generator; the guarantee "
             "is for the exact Gaussian that it stands for.",
         ]
@@ -506,6 +521,7 @@ class RunReport:
             ("sampling", f"{self.sampling}, probability {_number(self.sampling_prob)}"),
             ("steps that read private data", f"{self.charged_steps}"),
             ("noise multiplier (noise over clip norm)", _number(self.noise_multiplier)),
+            *self._charged_numbers(),
             ("noise", self.noise),
             ("clip norm", _number(self.l2_clip_norm)),
             ("divisor of the noisy sum (a constant)", _number(self.divisor)),
@@ -514,6 +530,13 @@ class RunReport:
             ("accountant", self.accountant_method),
             *self._ledger_numbers(),
         ]
+
+    def _charged_numbers(self) -> list[tuple[str, str]]:
+        if self.charged_multiplier is None:
+            return []
+        # Rounded down: less noise, a larger epsilon.
+        shown = math.floor(1e6 * self.charged_multiplier) / 1e6
+        return [("the same as charged, for lattice and arithmetic", f"{shown:.10g}")]
 
     def _ledger_numbers(self) -> list[tuple[str, str]]:
         if self.ledger is None:
@@ -530,6 +553,13 @@ class RunReport:
         write_atomically(report, self.to_json().encode())
         write_atomically(card, self.privacy_card().encode())
         return report, card
+
+
+def _charged_multiplier(mechanism: Mechanism) -> float | None:
+    charged = mechanism.noise.accounted_multiplier(
+        mechanism.noise_multiplier, mechanism.l2_clip_norm
+    )
+    return None if charged == mechanism.noise_multiplier else float(charged)
 
 
 def _ledger_statement(ledger: Ledger | None, budget: Budget | None) -> dict[str, Any] | None:
@@ -701,6 +731,7 @@ def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str
         "num_examples": ((int, type(None)), lambda x: x),
         "seed": ((int, type(None)), lambda x: x),
         "charged_steps": (int, int),
+        "charged_multiplier": ((int, float), float),
         "ledger": ((dict, type(None)), _ledger_stated),
     }
     checks |= {

@@ -239,6 +239,7 @@ def fit_files(
     task: str,
     epsilon: float,
     delta: float,
+    secure: bool = False,
     seed: int | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -259,6 +260,7 @@ def fit_files(
         task: one of `mirrordp.tables.TASKS`.
         epsilon: ε.
         delta: δ.
+        secure: noise from a cryptographic generator; see `mirrordp.estimators`.
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
@@ -307,7 +309,12 @@ def fit_files(
         secret = encoding.encode(read_batches(private, private=True), private=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
         estimator = _estimator(
-            task, epsilon=epsilon, delta=delta, adjacency=adjacency.value, random_state=seed
+            task,
+            epsilon=epsilon,
+            delta=delta,
+            adjacency=adjacency.value,
+            secure=secure,
+            random_state=seed,
         )
         estimator.fit(
             secret.features,

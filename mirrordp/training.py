@@ -512,17 +512,23 @@ def _check_ledger(
             raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
     if checkpoint is not None:
         _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
-        if isinstance(mechanism, Mechanism) and mechanism.is_secure:
-            raise ValueError(
-                "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
-                "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
-                "a crash begin again from the last released parameters; all steps are charged."
-            )
+        if isinstance(mechanism, Mechanism):
+            require_repeatable(mechanism)
         if ledger is not None and not isinstance(ledger, FileLedger):
             raise ValueError(
                 "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
                 "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
             )
+
+
+def require_repeatable(mechanism: Mechanism) -> None:
+    """Raises for a mechanism whose runs cannot be resumed."""
+    if mechanism.is_secure:
+        raise ValueError(
+            "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
+            "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
+            "a crash begin again from the last released parameters; all steps are charged."
+        )
 
 
 # Enough to hide the host behind the device, few enough that idle passes do not cost much.

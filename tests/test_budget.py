@@ -383,7 +383,10 @@ class TestCommandLine:
         ("arguments", "expected"),
         [
             (["budget"], "init or show"),
-            (["budget", "show", "nowhere"], "expected a budget in 'nowhere'"),
+            (
+                ["budget", "show", "nowhere"],
+                "expected a budget in 'nowhere', got no such folder; check the path.",
+            ),
             (["budget", "init", "x", "--epsilon", "1", "--delta", "1e-6"], "--data"),
             (
                 ["budget", "init", "x", "--epsilon", "1", "--delta", "1e-6", "--data", "nowhere"],

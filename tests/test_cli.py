@@ -342,3 +342,18 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
         errors = process.stderr.read()
         assert process.wait() == 141
     assert errors == b""
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("expected a, got b. Check the path.", "expected a, got b; check the path."),
+        ("got b. Use Budget.open(x), e.g. now. FileLedger(x) too.",
+         "got b; use Budget.open(x), e.g. now; FileLedger(x) too."),
+        ("got 0.5. PLD is not it. A run, say", "got 0.5; PLD is not it; a run, say."),
+        ("got b. 'mirrordp fit' helps. Budget.open(x) too.",
+         "got b; 'mirrordp fit' helps; Budget.open(x) too."),
+    ],
+)  # fmt: skip
+def test_a_message_of_several_sentences_becomes_one(message, sentence):
+    assert cli._sentence(ValueError(message)) == sentence

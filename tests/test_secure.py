@@ -1,6 +1,7 @@
 """The secure mode: exact distributions, rounding that is charged, no seed, nothing repeated."""
 
 import decimal
+import json
 import math
 import sys
 
@@ -11,11 +12,23 @@ import pytest
 from scipy import special, stats
 
 import mirrordp
-from mirrordp import Adjacency, SecureGaussianNoise, UnsupportedError, noise, secure
+from mirrordp import (
+    Adjacency,
+    SecureGaussianNoise,
+    UnsupportedError,
+    accounting,
+    cli,
+    linear,
+    noise,
+    secure,
+)
 from mirrordp._float64 import float64_call
+from mirrordp.estimators import PrivateLinearRegression
+from mirrordp.page import report_page
 from mirrordp.secure import SecureRandom
 from mirrordp.training import randomness
 from tests import statistical, tools
+from tests.test_cli_fit import fit_options, make_table
 
 SECURE = SecureRandom()
 WIDE = 1.5 * 2**20
@@ -383,6 +396,148 @@ class TestTraining:
         assert "secure" in found.noise
         assert "AES-256" in found.privacy_card()
         assert "pseudo-random" not in found.privacy_card()
+        assert "there is no seed" in found.to_dict()["randomness"]
+        again = mirrordp.RunReport.from_dict(found.to_dict())
+        assert again.is_secure
+        assert again == found
+        page = report_page(again, run="run")
+        assert "AES-256" in page
+        assert "as charged, for lattice and arithmetic" in page
+        plain = mirrordp.RunReport.of(tools.mechanism(), 1e-5)
+        assert not plain.is_secure
+        assert plain.charged_multiplier is None
+        assert "charged_multiplier" not in plain.to_dict()
+
+    def test_epsilon_over_steps_includes_the_lattice(self):
+        noise = SecureGaussianNoise(num_params=10_000, bits=10, arithmetic_slack=0.01)
+        mechanism = tools.mechanism(noise=noise, sampling=mirrordp.FullBatch.of(40))
+        found = mirrordp.RunReport.of(mechanism, 1e-5)
+        assert found.charged_multiplier < 0.8 * found.noise_multiplier
+        for steps, epsilon in found.epsilon_over_steps:
+            event = accounting.full_batch_event(found.charged_multiplier, num_steps=steps)
+            stated = accounting.epsilon(event, 1e-5, adjacency=Adjacency.ZERO_OUT).epsilon
+            assert epsilon == pytest.approx(stated, rel=1e-9)
+        assert found.epsilon_over_steps[-1][1] == found.epsilon
+        unrounded = tools.mechanism(sampling=mirrordp.FullBatch.of(40)).epsilon(1e-5)
+        assert found.epsilon > 1.2 * unrounded
+
+    def test_made_for_a_model(self):
+        params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2), "scale": jnp.zeros(())}
+        assert SecureGaussianNoise.of(params).num_params == 9
+        trainable = {"w": True, "b": False, "scale": True}
+        found = SecureGaussianNoise.of(params, trainable=trainable, bits=22)
+        assert found == SecureGaussianNoise(num_params=7, bits=22)
+
+
+def secure_descent(**options):
+    return tools.mechanism(
+        sampling=mirrordp.FullBatch.of(40), noise=SecureGaussianNoise(num_params=600), **options
+    )
+
+
+def private_model(**options):
+    return PrivateLinearRegression(1.0, num_steps=20, **options)
+
+
+class TestEstimators:
+    @pytest.fixture
+    def data(self):
+        rng = np.random.default_rng(0)
+        x, public = rng.normal(size=(300, 3)), rng.normal(size=(50, 3))
+        weights = np.array([1.0, -1.0, 2.0])
+        return x, x @ weights + rng.normal(size=300), public, public @ weights
+
+    def test_a_descent_adds_lattice_noise_of_the_stated_scale(self):
+        """What the lattice costs was charged for σC: not for a lattice in other units."""
+        mechanism = secure_descent(l2_clip_norm=0.7)
+        add_noise = linear._NoiseStream(mechanism, 600, jax.random.key(0))
+        sums = np.random.default_rng(0).normal(size=(60, 600))
+        noisy = np.stack([add_noise(row) for row in sums])
+        steps = noisy / mechanism.noise.granularity(mechanism.noise_stddev)
+        np.testing.assert_array_equal(steps, np.rint(steps))
+        assert statistical.accepts_stddev(noisy - sums, 2.8)
+        for factor in (2 / 3, 0.95, 1.05, 3 / 2):
+            assert not statistical.accepts_stddev(noisy - sums, 2.8 * factor)
+        assert statistical.accepts_uncorrelated((noisy - sums)[1:], (noisy - sums)[:-1])
+
+    def test_a_fit(self, data):
+        first, second = (private_model(secure=True).fit(*data) for _ in range(2))
+        assert np.all(first.coef_ != second.coef_)
+        found = first.privacy_
+        assert found.is_secure
+        assert 0.98 < found.epsilon <= 1.0
+        assert found.charged_multiplier < found.noise_multiplier
+        plain = private_model().fit(*data).privacy_
+        assert found.noise_multiplier > plain.noise_multiplier * 0.995
+        event = accounting.full_batch_event(found.charged_multiplier, num_steps=20)
+        stated = accounting.epsilon(event, 1e-5, adjacency=Adjacency.ZERO_OUT).epsilon
+        assert found.epsilon == pytest.approx(stated, rel=1e-9)
+
+    def test_what_cannot_be_repeated_is_refused_before_anything_is_charged(self, data, tmp_path):
+        rows = mirrordp.PrivateData(data[0])
+        with mirrordp.Budget.create(tmp_path / "b", epsilon=3, delta=1e-5, data=rows) as budget:
+            with pytest.raises(ValueError, match="cannot be repeated, got random_state=3"):
+                private_model(secure=True, random_state=3).fit(*data, budget=budget)
+            with pytest.raises(ValueError, match="secure noise cannot be repeated"):
+                private_model(secure=True).fit(
+                    *data, budget=budget, checkpoint=mirrordp.Checkpoint(tmp_path / "run")
+                )
+            assert budget.status.charges == 0
+            with pytest.raises(TypeError, match="secure must be bool"):
+                private_model(secure="yes").fit(*data)
+            private_model(secure=True).fit(*data, budget=budget)
+            assert budget.status.charges == 1
+        assert not (tmp_path / "run").exists()
+
+    def test_without_the_library(self, data, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+        with pytest.raises(ImportError, match=r"pip install 'mirrordp\[secure\]'"):
+            private_model(secure=True).fit(*data)
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def files(self, tmp_path):
+        return {
+            "private": make_table(tmp_path / "private.csv", 400, 0),
+            "public": make_table(tmp_path / "public.csv", 60, 1),
+            "out": tmp_path / "model",
+        }
+
+    def test_fit(self, files, tmp_path, capsys):
+        assert cli.main([*fit_options(files), "--secure", "--json"]) == 0
+        assert "secure" in json.loads(capsys.readouterr().out)["noise"]
+        assert not (tmp_path / "model.run").exists()
+        assert mirrordp.RunReport.read(files["out"]).is_secure
+        assert "AES-256" in (files["out"] / "privacy_card.md").read_text()
+
+    @pytest.mark.parametrize("other", [["--seed", "3"], ["--resume"], ["--keep-checkpoint"]])
+    def test_what_cannot_be_repeated_is_refused(self, files, capsys, other):
+        assert cli.main([*fit_options(files), "--secure", *other]) == 2
+        message = capsys.readouterr().err
+        assert f"expected --secure or {other[0]}, got both" in message
+        assert "cannot be repeated" in message
+        assert not files["out"].exists()
+
+    def test_an_interrupted_run_says_what_was_charged(self, files, tmp_path, capsys, monkeypatch):
+        mirrordp.Budget.create(tmp_path / "b", epsilon=3, delta=1e-4, data=files["private"]).close()
+
+        def interrupt(*_, **__):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(linear, "private_descent", interrupt)
+        assert cli.main([*fit_options(files), "--secure"]) == 130
+        assert "Nothing was charged" in capsys.readouterr().err
+        assert cli.main([*fit_options(files, epsilon=1, budget=tmp_path / "b"), "--secure"]) == 130
+        message = capsys.readouterr().err
+        assert "The run was charged, and a secure run cannot be resumed" in message
+        assert "--resume" not in message
+        assert mirrordp.Budget.status_of(tmp_path / "b").charges == 1
+
+    def test_without_the_library(self, files, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+        assert cli.main([*fit_options(files), "--secure"]) == 2
+        assert "run: pip install 'mirrordp[secure]'" in capsys.readouterr().err
 
 
 class TestRefused:
