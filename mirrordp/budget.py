@@ -30,7 +30,7 @@ import numpy as np
 
 from mirrordp import _files, _fingerprint, _validate, accounting
 from mirrordp.accounting import Adjacency, DpEvent
-from mirrordp.data import PrivateData
+from mirrordp.data import PrivateClients, PrivateData
 from mirrordp.ledger import Block, FileLedger, LedgerError, Position
 from mirrordp.mechanism import UNITS, Mechanism
 
@@ -41,6 +41,10 @@ _LOWER = (0.8, 0.65, 0.5)
 # Sums of many small charges may differ by rounding from the sum that was admitted: a run is
 # admitted only if it leaves this share of a limit free, so that its charges never meet the limit.
 _ROUNDING = 1e-9
+
+
+Data = str | os.PathLike[str] | PrivateData | PrivateClients
+"""What a budget can be for: a file, rows or users."""
 
 
 class BudgetError(LedgerError):
@@ -148,7 +152,7 @@ class Budget:
         *,
         epsilon: float,
         delta: float,
-        data: str | os.PathLike[str] | PrivateData,
+        data: Data,
         adjacency: Adjacency = Adjacency.ZERO_OUT,
         unit: str = "example",
         orders: Mapping[float, float] | None = None,
@@ -159,7 +163,7 @@ class Budget:
             folder: a new folder; it is made readable by its owner only.
             epsilon: ε of all runs together.
             delta: δ.
-            data: the private data: a file, whose bytes then identify it, or rows.
+            data: the private data: a file, whose bytes then identify it, or rows, or users.
             adjacency: the neighbours; one budget has one.
             unit: what one record is: "example" or "user"; one budget has one.
             orders: Rényi orders with the share of δ of each; by default `choose_orders`. They are
@@ -184,7 +188,7 @@ class Budget:
                 f"expected a new folder for the budget, got {str(folder)!r}, which holds one. Go "
                 "on with it: a budget is never made afresh for the same data."
             )
-        if not isinstance(data, PrivateData):
+        if not isinstance(data, PrivateData | PrivateClients):
             _require_readable(data)
         try:
             _files.make_private_folder(folder)
@@ -214,7 +218,7 @@ class Budget:
         cls,
         folder: str | os.PathLike[str],
         *,
-        data: str | os.PathLike[str] | PrivateData | None = None,
+        data: Data | None = None,
         data_changed: bool = False,
         wait: float = 0.0,
     ) -> "Budget":
@@ -222,8 +226,8 @@ class Budget:
 
         Args:
             folder: the budget's folder.
-            data: the file or rows that the run will use, to be compared with those that the budget
-                is for. Rows may be left to `train` to compare.
+            data: the file, rows or users that the run will use, to be compared with those that the
+                budget is for. Rows and users may be left to the run to compare.
             data_changed: go on with changed data, on the same budget; what was spent stays spent.
             wait: seconds to wait for another process that has it open.
         """
@@ -302,9 +306,7 @@ class Budget:
         found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
         return math.floor(found * 1e3) / 1e3
 
-    def check_data(
-        self, data: str | os.PathLike[str] | PrivateData, *, data_changed: bool = False
-    ) -> None:
+    def check_data(self, data: Data, *, data_changed: bool = False) -> None:
         """Raises unless the data is what the budget is for, or the change was acknowledged.
 
         Raises:
@@ -328,8 +330,8 @@ class Budget:
             self._ledger.append("data", {"data": found})
         self._verified = True
 
-    def check_rows(self, rows: PrivateData) -> None:
-        """For `train`: the data was compared when the budget was opened, or is now."""
+    def check_rows(self, rows: PrivateData | PrivateClients) -> None:
+        """For a run: the data was compared when the budget was opened, or is now."""
         if not self._verified:
             self.check_data(rows)
 
@@ -352,13 +354,17 @@ class Budget:
         Raises:
             BudgetError: if the run would exceed the budget, or is of another kind.
         """
+        self.check_kind(mechanism)
+        self.admit_event(mechanism.event_between(charged_steps, num_steps))
+
+    def check_kind(self, mechanism: Mechanism) -> None:
+        """Raises a BudgetError for a mechanism of another adjacency or unit."""
         if mechanism.adjacency is not self.adjacency or mechanism.unit != self._unit:
             raise BudgetError(
                 f"expected {self.adjacency.value} adjacency and one {self._unit} as unit, which "
                 f"the budget {str(self._folder)!r} is for, got {mechanism.adjacency.value} and "
                 f"one {mechanism.unit}. One budget has one of each; make the mechanism to match."
             )
-        self.admit_event(mechanism.event_between(charged_steps, num_steps))
 
     def admit_event(self, event: DpEvent, *, delta: float | None = None) -> None:
         """Raises unless an event fits. Charges nothing.
@@ -429,9 +435,12 @@ class Budget:
         self.close()
 
 
-def _identify(key: bytes, data: str | os.PathLike[str] | PrivateData) -> dict[str, Any]:
+def _identify(key: bytes, data: Data) -> dict[str, Any]:
     if isinstance(data, PrivateData):
         return {"kind": "rows", "fingerprint": _fingerprint.of_arrays(key, data.arrays)}
+    if isinstance(data, PrivateClients):
+        users = (data.arrays, data.num_examples)
+        return {"kind": "users", "fingerprint": _fingerprint.of_arrays(key, users)}
     _require_readable(data)
     return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
 

@@ -30,6 +30,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from mirrordp import _fingerprint, _validate, linear
+from mirrordp._books import require_repeatable
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ from mirrordp.noise import GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.report import RunReport
 from mirrordp.sampling import FullBatch
 from mirrordp.secure import require_cryptography
-from mirrordp.training import randomness, require_repeatable
+from mirrordp.training import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
 # The search for settings on public rows is no secret, and the same rows give the same settings.

@@ -4,21 +4,25 @@ A small network leaves most of an accelerator idle. `train_sweep` maps the step 
 over runs that differ in seed, starting point, α schedule and optimiser settings. Each run has its
 own batches and its own noise: it is the run that `train` would have made, up to rounding, and it
 costs as much privacy. Choosing the best of them on private data is not covered by the guarantee of
-one run: the ledger composes all of them.
+one run: ledger and budget are charged for each of them, before a block of steps of all runs begins.
+A sweep keeps no checkpoints; one that was cut off begins again, and is charged again.
 """
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mirrordp import _validate
+from mirrordp._books import Books, check_books
+from mirrordp.budget import Budget
 from mirrordp.data import Overlap, PrivateData, PublicData
-from mirrordp.ledger import Ledger
+from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.training import (
     TrainInfo,
@@ -71,6 +75,7 @@ def train_sweep(
     steps_per_call: int = 50,
     stream: bool | None = None,
     ledger: Ledger | None = None,
+    budget: Budget | None = None,
     show_unprivatized: bool = False,
 ) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     """Trains all `runs` together; yields `(states, infos)` every few steps.
@@ -98,6 +103,8 @@ def train_sweep(
         steps_per_call: see `mirrordp.train`.
         stream: see `mirrordp.train`.
         ledger: where every step of every run is charged.
+        budget: charge to a budget that spans runs instead; the sweep is refused before any row is
+            used if all of its runs together do not fit.
         show_unprivatized: see `mirrordp.train`.
 
     Returns:
@@ -106,8 +113,22 @@ def train_sweep(
     """
     if len(runs) == 0:
         raise ValueError("a sweep needs at least one run, got none.")
+    if isinstance(mechanism, Mechanism) and mechanism.is_secure:
+        raise ValueError(
+            "a sweep is made for experiments and has no secure mode, got SecureGaussianNoise. Use "
+            "GaussianNoise(), and train once with secure noise for the release."
+        )
     for number, run in enumerate(runs):
         _validate.instance_of(Run, "Use Run(alpha=..., seed=...).", **{f"runs[{number}]": run})
+    check_books(mechanism, ledger, budget, None)
+
+    def admit(alphas: np.ndarray) -> None:
+        if budget is not None:
+            budget.check_kind(mechanism)
+            parts = [mechanism.event_between(0, int(count)) for count in (alphas > 0).sum(axis=1)]
+            budget.admit_event(dp_accounting.ComposedDpEvent(parts))
+            budget.check_rows(private)
+
     plan = plan_runs(
         loss_fn,
         params,
@@ -129,16 +150,14 @@ def train_sweep(
         stream=stream,
         ledger=ledger,
         show_unprivatized=show_unprivatized,
+        admit=admit,
     )
-    if mechanism.is_secure:
-        raise ValueError(
-            "a sweep is made for experiments and has no secure mode, got SecureGaussianNoise. Use "
-            "GaussianNoise(), and train once with secure noise for the release."
-        )
+    charged_to = ledger_for(mechanism.adjacency, ledger)
+    books = [Books(mechanism, ledger=charged_to, budget=budget) for _ in runs]
     random = [randomness(run.seed) for run in runs]
     states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
     batches = [mechanism.batches(len(private), rng) for rng, _ in random]
-    return _generate(plan, states, batches, _stack([keys for _, keys in random]))
+    return _generate(plan, states, batches, _stack([keys for _, keys in random]), books)
 
 
 def run_state(states: TrainState, number: int) -> TrainState:
@@ -190,8 +209,7 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
     )
 
 
-def _generate(plan, states, batches, keys) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
-    mechanism = plan.mechanism
+def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     nothing = plan.train_step.nothing_yet(plan.params)
     partial_sums = _stack([nothing] * len(batches))
     on_device = None if plan.stream else jax.device_put(plan.private.arrays)
@@ -201,8 +219,8 @@ def _generate(plan, states, batches, keys) -> Iterator[tuple[TrainState, list[Tr
     for start, calls in prepared_blocks(plan, batches):
         block = plan.block(start)
         reads = (block > 0).sum(axis=1)
-        for before, count in zip(charged, reads, strict=True):
-            plan.ledger.charge(mechanism.event_between(int(before), int(before + count)))
+        for one, before, count in zip(books, charged, reads, strict=True):
+            one.charge(int(before), int(before + count))
         charged = charged + reads
         infos = []
         for inputs in calls:

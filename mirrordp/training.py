@@ -13,10 +13,9 @@ above the capacity is finished in further passes of the same shape before the no
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import functools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import optax
 
 from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
+from mirrordp._books import Books, Kept, check_books
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -45,7 +45,7 @@ from mirrordp.data import (
     require_private,
     require_public,
 )
-from mirrordp.ledger import Block, FileLedger, Ledger, ledger_for
+from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
@@ -449,20 +449,19 @@ def train(
     Returns:
         An iterator of `(TrainState, TrainInfo)`.
     """
-    _check_ledger(ledger, budget, checkpoint, mechanism)
+    check_books(mechanism, ledger, budget, checkpoint)
     with contextlib.ExitStack() as stack:
-        run: checkpoints.Run | None = None
+        books: list[Books] = []
 
         def admit(alphas: np.ndarray) -> None:
-            nonlocal run
-            if checkpoint is not None:
-                file = ledger if isinstance(ledger, FileLedger) else None
-                run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
-                stack.callback(run.close)
-            if budget is not None:
-                charged = 0 if run is None else run.charged_steps
-                budget.admit(mechanism, charged_steps=charged, num_steps=int((alphas > 0).sum()))
-                budget.check_rows(private)
+            steps = int((alphas > 0).sum())
+            books.append(
+                Books.open(
+                    mechanism, private, num_steps=steps, ledger=ledger, budget=budget,
+                    checkpoint=checkpoint,
+                )
+            )  # fmt: skip
+            stack.callback(books[0].close)
 
         plan = plan_runs(
             loss_fn,
@@ -487,48 +486,11 @@ def train(
             show_unprivatized=show_unprivatized,
             admit=admit,
         )
-        entropy = seed
-        if run is not None:
-            plan = plan._replace(ledger=run.ledger)
-            entropy = run.verify(_configuration(plan, run.key), seed)
+        entropy = books[0].verified(functools.partial(_configuration, plan), seed)
         rng, keys = randomness(entropy, secure=mechanism.is_secure)
-        every = 1 if checkpoint is None else checkpoint.every
-        steps = _generate(plan, rng, keys, budget, run, every)
-        stack.pop_all()  # from here on the generator closes the run
+        steps = _generate(plan, rng, keys, books[0])
+        stack.pop_all()  # from here on the generator closes the books
     return steps
-
-
-def _check_ledger(
-    ledger: Ledger | None,
-    budget: Budget | None,
-    checkpoint: Checkpoint | None,
-    mechanism: Mechanism,
-) -> None:
-    if ledger is not None:
-        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
-    if budget is not None:
-        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
-        if ledger is not None:
-            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
-    if checkpoint is not None:
-        _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
-        if isinstance(mechanism, Mechanism):
-            require_repeatable(mechanism)
-        if ledger is not None and not isinstance(ledger, FileLedger):
-            raise ValueError(
-                "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
-                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
-            )
-
-
-def require_repeatable(mechanism: Mechanism) -> None:
-    """Raises for a mechanism whose runs cannot be resumed."""
-    if mechanism.is_secure:
-        raise ValueError(
-            "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
-            "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
-            "a crash begin again from the last released parameters; all steps are charged."
-        )
 
 
 # Enough to hide the host behind the device, few enough that idle passes do not cost much.
@@ -546,7 +508,6 @@ class Plan(NamedTuple):
     excluded: np.ndarray
     steps_per_call: int
     stream: bool
-    ledger: Ledger
 
     @property
     def mechanism(self) -> Mechanism:
@@ -577,8 +538,7 @@ class Plan(NamedTuple):
 def plan_runs(
     loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
     public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
-    steps_per_call, stream, ledger, show_unprivatized,
-    admit: Callable[[np.ndarray], None] | None = None,
+    steps_per_call, stream, ledger, show_unprivatized, admit: Callable[[np.ndarray], None],
 ) -> Plan:  # fmt: skip
     """Checks everything that can be checked before private data is used; see `train`.
 
@@ -625,9 +585,8 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
-    ledger = ledger_for(mechanism.adjacency, ledger)
-    if admit is not None:
-        admit(table)
+    ledger_for(mechanism.adjacency, ledger)
+    admit(table)
     excluded = np.zeros(len(private), bool)
     if public is not None and public_loss_fn is None:
         excluded = excluded_rows(private, public, overlap)
@@ -641,7 +600,6 @@ def plan_runs(
         excluded=excluded,
         steps_per_call=min(steps_per_call, total),
         stream=stream,
-        ledger=ledger,
     )
 
 
@@ -674,60 +632,24 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
 
 
 def _generate(
-    plan: Plan,
-    rng: np.random.Generator | SecureRandom,
-    keys: Keys,
-    budget: Budget | None,
-    run: checkpoints.Run | None,
-    every: int,
+    plan: Plan, rng: np.random.Generator | SecureRandom, keys: Keys, books: Books
 ) -> Iterator[tuple[TrainState, TrainInfo]]:
-    train_step, mechanism = plan.train_step, plan.mechanism
-    name = secrets.token_hex(8) if run is None else run.id
-    state = train_step.init(plan.params, keys.noise)
-    partial_sum = train_step.nothing_yet(plan.params)
-    # Where the generator stands after so many draws: the next block is drawn ahead of time.
-    drawn = {0: _sampling_state(rng)}
-    batches = _recorded(mechanism.batches(len(plan.private), rng), rng, drawn)
-
-    def charge(start: int, stop: int) -> None:
-        if run is not None:
-            # Steps that were charged before a crash are replayed, not charged again.
-            start = max(start, run.charged_steps)
-        if stop > start:
-            charged_to = plan.ledger if budget is None else budget
-            event = mechanism.event_between(start, stop)
-            charged_to.charge(event, block=Block(name, start, stop))
-
-    with contextlib.ExitStack() as stack:
-        begin, charged, total = 0, 0, plan.alphas.shape[1]
-        if run is not None:
-            stack.callback(run.close)
-            if run.saved is None:
-                # From here on the run has its randomness, before anything is charged.
-                _save(run, state, None, drawn[0])
-            else:
-                state, info = _restore(run.saved, state)
-                if info is not None:
-                    begin, charged = info.step, info.charged_steps
-                for _ in range(charged):
-                    next(batches)
-                if drawn[charged] != run.saved.position["sampling"]:
-                    raise checkpoints.CheckpointError(
-                        "expected the batches of the run to be drawn again as they were, got "
-                        "others. Resume on the machine and with the libraries it began with."
-                    )
-                if info is not None:
-                    yield state, info
-                if begin == total:
-                    run.finish()
-                    return
+    train_step, total = plan.train_step, plan.alphas.shape[1]
+    with contextlib.closing(books):
+        batches = books.batches(len(plan.private), rng)
+        state, kept = books.begin(train_step.init(plan.params, keys.noise), batches)
+        partial_sum = train_step.nothing_yet(plan.params)
+        begin, charged = 0, 0
+        if kept is not None:
+            begin, charged = kept.step, kept.charged_steps
+            yield state, TrainInfo(begin, charged, **info_fields(kept.shown))
         on_device = None if plan.stream else jax.device_put(plan.private.arrays)
         public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
         excluded = jax.device_put(plan.excluded)
         for start, calls in prepared_blocks(plan, [batches], begin):
             block = plan.block(start)[0]
             reads = int((block > 0).sum())
-            charge(charged, charged + reads)
+            books.charge(charged, charged + reads)
             charged += reads
             infos = []
             for inputs in calls:
@@ -746,58 +668,31 @@ def _generate(
                 public_loss=info.public_loss,
                 unprivatized=info.unprivatized if train_step.show_unprivatized else None,
             )
-            due = found.step == total or (start // plan.steps_per_call + 1) % every == 0
-            if run is not None and due:
-                _save(run, state, found, drawn[charged])
+            books.keep(
+                state,
+                Kept(found.step, charged, shown_arrays(found)),
+                start // plan.steps_per_call,
+                is_last=found.step == total,
+            )
             yield state, found
-        if run is not None:
-            run.finish()
+        books.finish()
 
 
-def _recorded(
-    batches: Iterator[np.ndarray], rng: np.random.Generator | SecureRandom, drawn: dict[int, str]
-) -> Iterator[np.ndarray]:
-    """The batches; keeps where the generator stands after each of them."""
-    for count, batch in enumerate(batches, 1):
-        drawn[count] = _sampling_state(rng)
-        yield batch
+def shown_arrays(info: Any) -> dict[str, np.ndarray]:
+    """The arrays of an info, by name."""
+    fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    found = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    if info.unprivatized is not None:
+        found |= {f"unprivatized.{k}": v for k, v in info.unprivatized._asdict().items()}
+    return found
 
 
-def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
-    """A digest of where the sampler's generator stands; a secure one stands nowhere."""
-    if isinstance(rng, SecureRandom):
-        return ""
-    state = json.dumps(rng.bit_generator.state, sort_keys=True, default=lambda a: a.tolist())
-    return hashlib.sha256(state.encode()).hexdigest()
-
-
-def _save(run: checkpoints.Run, state: TrainState, info: TrainInfo | None, sampling: str) -> None:
-    arrays = checkpoints.to_arrays(state, "state")
-    position = {"sampling": sampling, "step": 0, "charged_steps": 0}
-    if info is not None:
-        position |= {"step": info.step, "charged_steps": info.charged_steps}
-        shown = (info.alpha, info.noisy_grad_norm, info.public_loss, info.unprivatized)
-        arrays |= checkpoints.to_arrays(shown, "info")
-    run.save(position, arrays)
-
-
-def _restore(saved: checkpoints.Saved, like: TrainState) -> tuple[TrainState, TrainInfo | None]:
-    state = checkpoints.from_arrays(like, saved.arrays, "state")
-    step = saved.position["step"]
-    if step == 0:
-        return state, None
-    unprivatized: Any = None
-    if "info[3].loss" in saved.arrays:
-        found: Any = [saved.arrays[f"info[3].{name}"] for name in Unprivatized._fields]
-        unprivatized = Unprivatized(*found)
-    return state, TrainInfo(
-        step=step,
-        charged_steps=saved.position["charged_steps"],
-        alpha=saved.arrays["info[0]"],
-        noisy_grad_norm=saved.arrays["info[1]"],
-        public_loss=saved.arrays["info[2]"],
-        unprivatized=unprivatized,
-    )
+def info_fields(shown: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The inverse of `shown_arrays`: what to make an info of, besides its counts."""
+    names = [f"unprivatized.{name}" for name in Unprivatized._fields]
+    unprivatized: Any = [shown[name] for name in names if name in shown]
+    plain = {name: array for name, array in shown.items() if name not in names}
+    return plain | {"unprivatized": Unprivatized(*unprivatized) if unprivatized else None}
 
 
 def prepared_blocks(
@@ -810,9 +705,12 @@ def prepared_blocks(
         capacity = plan.mechanism.sampling.capacity
         return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
 
+    starts = plan.starts[begin // plan.steps_per_call :]
+    if not starts:
+        return
     with ThreadPoolExecutor(max_workers=1) as executor:
         upcoming = executor.submit(prepare, begin)
-        for start in plan.starts[begin // plan.steps_per_call :]:
+        for start in starts:
             calls = upcoming.result()
             if start + plan.steps_per_call < plan.alphas.shape[1]:
                 upcoming = executor.submit(prepare, start + plan.steps_per_call)

@@ -26,6 +26,7 @@ from mirrordp import (
     linear,
     training,
 )
+from mirrordp._books import Books
 from mirrordp._files import LockedError
 from mirrordp.budget import BudgetError
 from mirrordp.checkpoint import (
@@ -146,7 +147,7 @@ class TestResume:
     def test_a_step_that_was_charged_and_not_kept_is_charged_once(self, tmp_path, monkeypatch):
         steps = run(tmp_path / "run")
         next(steps)
-        monkeypatch.setattr(training, "_save", interrupt)
+        monkeypatch.setattr(Books, "_save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(steps)
         monkeypatch.undo()
@@ -165,7 +166,7 @@ class TestResume:
 
             return called
 
-        monkeypatch.setattr(training, "_save", record("save", training._save))
+        monkeypatch.setattr(Books, "_save", record("save", Books._save))
         monkeypatch.setattr(FileLedger, "charge", record("charge", FileLedger.charge))
         monkeypatch.setattr(training, "_run_passes", record("run", training._run_passes))
         for _ in run(folder):

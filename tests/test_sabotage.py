@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, auditing, training
+from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing
 from mirrordp.auditing import Algorithm, Attack
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -148,13 +148,13 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
     stddev = tools.mechanism().noise_stddev
     honest = resumed(tmp_path / "honest")
     assert auditing.repeated_noise(honest, stddev) == []
-    right = training._restore
+    right = _books.restored
 
     def forgets_the_noise(saved, like):
-        state, info = right(saved, like)
-        return state._replace(noise_state=like.noise_state), info
+        state, kept = right(saved, like)
+        return state._replace(noise_state=like.noise_state), kept
 
-    monkeypatch.setattr(training, "_restore", forgets_the_noise)
+    monkeypatch.setattr(_books, "restored", forgets_the_noise)
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
