@@ -16,6 +16,7 @@ number and not a shape, and nothing is compiled twice. `examples/federated_by_ha
 algorithm in plain loops.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,7 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mirrordp import _validate, accounting, schedules
+from mirrordp import _fingerprint, _validate, accounting, schedules
+from mirrordp import checkpoint as checkpoints
+from mirrordp._books import Books, Kept, check_books
+from mirrordp.budget import Budget
+from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     bounded,
     frozen_mask,
@@ -51,7 +56,18 @@ from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.public import WarmStart, public_grad, warm_start
 from mirrordp.sampling import PADDING, passes
-from mirrordp.training import Unprivatized, check_charged_steps, check_loss, randomness
+from mirrordp.secure import SecureRandom
+from mirrordp.training import (
+    Keys,
+    Unprivatized,
+    check_charged_steps,
+    check_loss,
+    example_of,
+    fits_on_device,
+    info_fields,
+    randomness,
+    shown_arrays,
+)
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
 
@@ -723,6 +739,8 @@ def federated_train(
     users_per_pass: int | None = None,
     stream: bool | None = None,
     ledger: Ledger | None = None,
+    budget: Budget | None = None,
+    checkpoint: Checkpoint | None = None,
     state: FederatedState | None = None,
     show_unprivatized: bool = False,
 ) -> Iterator[tuple[FederatedState, FederatedInfo]]:
@@ -733,7 +751,7 @@ def federated_train(
     schedule cos(πt/(iT)) is `schedules.cosine(decay_steps=i * T / 2)`.
 
     Everything is checked, and a mistake raised, before the first private row is used. A block of
-    rounds is charged to `ledger` before it runs.
+    rounds is charged to `ledger` (or `budget`) before it runs.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, a function of *one* example; optionally with
@@ -764,8 +782,12 @@ def federated_train(
         stream: keep private rows in host memory and send them pass by pass; by default only if they
             do not fit on the device.
         ledger: where to charge; pass one to compose several runs.
-        state: go on from the state that an earlier call with the same arguments and seed yielded;
-            what came before was charged there. The remaining rounds draw as they would have.
+        budget: charge to a budget that spans runs instead, one made with `unit="user"`; the run is
+            refused before any row is used if all of it does not fit.
+        checkpoint: keep what is needed to go on after a crash, as in `mirrordp.train`.
+        state: instead of a checkpoint, go on from the state that an earlier call with the same
+            arguments and seed yielded; what came before was charged there. The remaining rounds
+            draw as they would have.
         show_unprivatized: fill `info.unprivatized` with the users' loss, clip fraction and number,
             which are not covered by the guarantee.
 
@@ -773,6 +795,7 @@ def federated_train(
         An iterator of `(FederatedState, FederatedInfo)`.
     """
     require_private_clients(private)
+    check_books(mechanism, ledger, budget, checkpoint)
     params = jax.tree.map(jnp.asarray, params)
     step = FederatedStep(
         loss_fn=loss_fn,
@@ -807,53 +830,145 @@ def federated_train(
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
-    excluded = np.zeros(len(private), bool)
-    if isinstance(public, PublicClients):
-        excluded = excluded_users(private, public, overlap)
-    ledger = ledger_for(mechanism.adjacency, ledger)
+    ledger_for(mechanism.adjacency, ledger)
+    mechanism.check_num_examples(len(private))
     if state is not None and seed is None:
         raise ValueError(
             "to go on from a state the run needs the seed it began with, got seed=None: other "
             "draws would follow than the ones that the state belongs to."
         )
+    if state is not None and checkpoint is not None:
+        raise ValueError("a run goes on from a state or a checkpoint, got both. Leave one out.")
     if users_per_pass is None:
         users_per_pass = default_users_per_pass(step, params, private)
     _validate.positive_integer(users_per_pass=users_per_pass)
-    rng, keys = randomness(seed, secure=mechanism.is_secure)
-    batches = mechanism.batches(len(private), rng)
-    needs_public = bool((alphas < 1).any())
-    return _generate(
-        step, params, private, public if needs_public else None, excluded, alphas, batches, keys,
-        rounds_per_call, users_per_pass, stream, ledger, state,
-    )  # fmt: skip
+    first = 0 if state is None else int((alphas[: int(state.round)] > 0).sum())
+    with contextlib.ExitStack() as stack:
+        books = Books.open(
+            mechanism, private, num_steps=int((alphas > 0).sum()), ledger=ledger, budget=budget,
+            checkpoint=checkpoint, first=first,
+        )  # fmt: skip
+        stack.callback(books.close)
+        excluded = np.zeros(len(private), bool)
+        if isinstance(public, PublicClients):
+            excluded = excluded_users(private, public, overlap)
+        run = _Simulation(
+            step=step,
+            params=params,
+            private=private,
+            public=public if (alphas < 1).any() else None,
+            excluded=excluded,
+            alphas=alphas,
+            rounds_per_call=rounds_per_call,
+            users_per_pass=users_per_pass,
+            stream=not fits_on_device(private) if stream is None else stream,
+        )
+        rng, keys = randomness(
+            books.verified(functools.partial(_configuration, run), seed),
+            secure=mechanism.is_secure,
+        )
+        rounds = _generate(run, state, rng, keys, books)
+        stack.pop_all()  # from here on the generator closes the books
+    return rounds
+
+
+class _Simulation(NamedTuple):
+    """A checked request: all that the rounds need but randomness."""
+
+    step: FederatedStep
+    params: Params
+    private: PrivateClients
+    public: PublicClients | PublicData | None
+    excluded: np.ndarray
+    alphas: np.ndarray
+    rounds_per_call: int
+    users_per_pass: int
+    stream: bool
+
+
+def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
+    """Everything that decides what the run computes, in words or as a fingerprint."""
+    step, params = run.step, run.params
+    part = trainable_part(params, step._mask)
+    opt_state = step.optimizer.init(part)
+    plain = (
+        *("client_learning_rate", "client_batch_size", "local_epochs", "public_batch_size"),
+        *("scale_noise", "adaptive_clip", "average", "trainable", "show_unprivatized"),
+    )
+
+    def loss(loss_fn: LossFn, clients: ClientData | PublicData) -> str:
+        return checkpoints.program(
+            with_key(loss_fn), params, example_of(clients.arrays), jax.random.key(0)
+        )
+
+    described = {
+        "mechanism": repr(step.mechanism),
+        "alpha": checkpoints.outline(run.alphas),
+        "rounds_per_call": str(run.rounds_per_call),
+        # The order of additions, and so the last digits, follow from it.
+        "users_per_pass": str(run.users_per_pass),
+        "loss_fn": loss(step.loss_fn, run.private),
+        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
+        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
+        "private data": _fingerprint.of_arrays(
+            key, (run.private.arrays, run.private.num_examples, run.excluded)
+        ),
+        **{name: str(getattr(step, name)) for name in plain},
+    }
+    if run.public is not None:
+        counts = run.public.num_examples if isinstance(run.public, PublicClients) else ()
+        described["public data"] = _fingerprint.of_arrays(key, (run.public.arrays, counts))
+        described["public_loss_fn"] = loss(step.public_loss_fn or step.loss_fn, run.public)
+    return described
 
 
 def _generate(
-    step, params, private, public, excluded, alphas, batches, keys,
-    rounds_per_call, users_per_pass, stream, ledger, state,
-) -> Iterator[tuple[FederatedState, FederatedInfo]]:  # fmt: skip
-    mechanism = step.mechanism
-    if stream is None:
-        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-        stream = limit is not None and private.nbytes > limit / 2
-    first = 0
-    if state is None:
-        state = step.init(params, keys.noise)
-    else:
-        first = int(state.round)
-        for _ in range(int((alphas[:first] > 0).sum())):
-            next(batches)
+    run: _Simulation,
+    given: FederatedState | None,
+    rng: np.random.Generator | SecureRandom,
+    keys: Keys,
+    books: Books,
+) -> Iterator[tuple[FederatedState, FederatedInfo]]:
+    with contextlib.closing(books):
+        batches = books.batches(len(run.private), rng)
+        if given is not None:
+            state, first = given, int(given.round)
+            for _ in range(int((run.alphas[:first] > 0).sum())):
+                next(batches)
+        else:
+            state, kept = books.begin(run.step.init(run.params, keys.noise), batches)
+            first = 0 if kept is None else kept.step
+            if kept is not None:
+                yield state, FederatedInfo(first, kept.charged_steps, **info_fields(kept.shown))
+        yield from _rounds(run, state, first, batches, keys, books)
+        books.finish()
+
+
+def _rounds(
+    run: _Simulation,
+    state: FederatedState,
+    first: int,
+    batches: Iterator[np.ndarray],
+    keys: Keys,
+    books: Books,
+) -> Iterator[tuple[FederatedState, FederatedInfo]]:
+    """Rounds from number `first` on: charged, computed, kept, yielded, a few at a time."""
+    step, params, private, public = run.step, run.params, run.private, run.public
+    alphas, rounds_per_call, users_per_pass = run.alphas, run.rounds_per_call, run.users_per_pass
+    if first == len(alphas):
+        return
     partial_sum = (step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
     on_host = ClientArrays(private.arrays, private.starts, private.num_examples)
-    on_device = None if stream else ClientArrays.of(private)
+    on_device = None if run.stream else ClientArrays.of(private)
     public_width, public_arrays = 0, None
     if isinstance(public, PublicClients):
         public_width, public_arrays = public.max_examples_per_user, ClientArrays.of(public)
     elif public is not None:
         public_arrays = jax.device_put(public.arrays)
-    excluded_on_device = jax.device_put(excluded)
+    excluded = jax.device_put(run.excluded)
     width = private.max_examples_per_user
-    passes_per_call = rounds_per_call * math.ceil(mechanism.sampling.capacity / users_per_pass)
+    capacity = step.mechanism.sampling.capacity
+    passes_per_call = rounds_per_call * math.ceil(capacity / users_per_pass)
 
     def prepare(start: int) -> list[_Passes]:
         return _pack(
@@ -863,7 +978,7 @@ def _generate(
             users_per_pass,
             passes_per_call,
             step.client_batch_size,
-            width if stream else 0,
+            width if run.stream else 0,
         )
 
     charged = int((alphas[:first] > 0).sum())
@@ -875,28 +990,28 @@ def _generate(
                 upcoming = executor.submit(prepare, start + rounds_per_call)
             block = alphas[start : start + rounds_per_call]
             reads = int((block > 0).sum())
-            ledger.charge(mechanism.event_between(charged, charged + reads))
+            books.charge(charged, charged + reads)
             charged += reads
             infos = []
             for inputs in calls:
                 state, partial_sum, info = _run_passes(
-                    step, state, partial_sum, inputs, on_device, excluded_on_device,
+                    step, state, partial_sum, inputs, on_device, excluded,
                     public_arrays, keys, width=width, public_width=public_width,
                 )  # fmt: skip
                 infos.append(jax.tree.map(lambda leaf, i=inputs: np.asarray(leaf)[i.is_last], info))
             info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
-            yield (
-                state,
-                FederatedInfo(
-                    round=start + len(block),
-                    charged_rounds=charged,
-                    alpha=block,
-                    noisy_grad_norm=info.noisy_grad_norm,
-                    public_loss=info.public_loss,
-                    clip_norm=info.clip_norm,
-                    unprivatized=info.unprivatized if step.show_unprivatized else None,
-                ),
+            found = FederatedInfo(
+                round=start + len(block),
+                charged_rounds=charged,
+                alpha=block,
+                noisy_grad_norm=info.noisy_grad_norm,
+                public_loss=info.public_loss,
+                clip_norm=info.clip_norm,
+                unprivatized=info.unprivatized if step.show_unprivatized else None,
             )
+            kept = Kept(found.round, charged, shown_arrays(found))
+            books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
+            yield state, found
 
 
 def _pack(

@@ -39,6 +39,7 @@ from mirrordp.clipping import (
 )
 from mirrordp.data import (
     Overlap,
+    PrivateClients,
     PrivateData,
     PublicData,
     excluded_rows,
@@ -590,7 +591,7 @@ def plan_runs(
     excluded = np.zeros(len(private), bool)
     if public is not None and public_loss_fn is None:
         excluded = excluded_rows(private, public, overlap)
-    stream = not _fits_on_device(private) if stream is None else stream
+    stream = not fits_on_device(private) if stream is None else stream
     return Plan(
         train_step=train_step,
         params=params,
@@ -615,7 +616,7 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
         "alpha": checkpoints.outline(plan.alphas[0]),
         "steps_per_call": str(plan.steps_per_call),
         "loss_fn": checkpoints.program(
-            with_key(step.loss_fn), params, _example_of(plan.private.arrays), jax.random.key(0)
+            with_key(step.loss_fn), params, example_of(plan.private.arrays), jax.random.key(0)
         ),
         "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
         "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
@@ -625,7 +626,7 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
     }
     if step.public_loss_fn is not None and plan.public_arrays is not None:
         described["public_loss_fn"] = checkpoints.program(
-            with_key(step.public_loss_fn), params, _example_of(plan.public_arrays),
+            with_key(step.public_loss_fn), params, example_of(plan.public_arrays),
             jax.random.key(0),
         )  # fmt: skip
     return described
@@ -806,7 +807,7 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def _example_of(arrays: Batch) -> PyTree:
+def example_of(arrays: Batch) -> PyTree:
     """Shapes and types of one example."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -818,7 +819,7 @@ def _example_of(arrays: Batch) -> PyTree:
 
 def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
-    result = jax.eval_shape(with_key(loss_fn), params, _example_of(arrays), jax.random.key(0))
+    result = jax.eval_shape(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
     if getattr(result, "shape", None) != ():
         raise ValueError(
             f"{name}(params, example) must return one scalar for one example, got "
@@ -836,7 +837,7 @@ def _check_trainable(train_step: TrainStep, params: Params) -> None:
             )
 
 
-def _fits_on_device(private: PrivateData) -> bool:
+def fits_on_device(private: PrivateData | PrivateClients) -> bool:
     """Whether the rows take at most half of the memory of the default device."""
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")

@@ -569,9 +569,9 @@ class TestEdges:
         events = []
 
         class Watching(mirrordp.Ledger):
-            def charge(self, event):
+            def charge(self, event, *, block=None):
                 events.append(event.count)
-                super().charge(event)
+                super().charge(event, block=block)
 
         watching = Watching(Adjacency.ZERO_OUT)
         iterator = run(mechanism=mechanism(noise_multiplier=1.0), ledger=watching)

@@ -1,0 +1,279 @@
+"""Users and sweeps: charged before anything can be seen, kept like any run, or refused."""
+
+import dp_accounting
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrordp
+from mirrordp import (
+    AdaptiveClip,
+    Adjacency,
+    Budget,
+    Checkpoint,
+    FileLedger,
+    Ledger,
+    PrivateData,
+    SecureGaussianNoise,
+    federated,
+    sweeps,
+)
+from mirrordp._books import Books
+from mirrordp.budget import BudgetError
+from mirrordp.checkpoint import CheckpointError, checkpoint_files
+from mirrordp.sweeps import Run, train_sweep
+from tests import test_federated, tools
+from tests.test_federated import PUBLIC, clients
+from tests.test_training import bits
+from tests.tools import last
+
+USERS = clients()
+NOISY = test_federated.mechanism(noise_multiplier=4.0)
+SERVER = optax.adam(0.1)
+SCHEDULE = [0.5, 0.0, 1.0, 0.5, 0.9, 0.2]
+"""Five of the six rounds read private data, one of them in the first block of two."""
+
+
+def rounds(private=USERS, **options):
+    """Six rounds of PDA-DPMD, two between yields, with everything that a state can hold."""
+    defaults = {
+        "public": PUBLIC,
+        "mechanism": NOISY,
+        "optimizer": SERVER,
+        "alpha": SCHEDULE,
+        "average": mirrordp.UniformAverage(),
+        "rounds_per_call": 2,
+    }
+    return test_federated.run(private, **(defaults | options))
+
+
+def interrupted(iterator, yields):
+    for _ in range(yields):
+        next(iterator)
+    iterator.close()
+
+
+def recorded(order, name, function):
+    def called(*args, **options):
+        order.append(name)
+        return function(*args, **options)
+
+    return called
+
+
+@pytest.fixture
+def budget(tmp_path):
+    options = {"epsilon": 3.0, "delta": 1e-6, "data": USERS, "unit": "user"}
+    with Budget.create(tmp_path / "budget", **options) as budget:
+        yield budget
+
+
+def fail(*_):
+    raise AssertionError("a private row was read")
+
+
+class TestUsersOnABudget:
+    def test_a_block_is_charged_before_it_runs(self, budget, monkeypatch):
+        seen = []
+
+        def look(*_, **__):
+            seen.append(FileLedger.read(budget.ledger.path).event)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(federated, "_run_passes", look)
+        with pytest.raises(KeyboardInterrupt):
+            next(rounds(alpha=1.0, budget=budget))
+        assert seen == [NOISY.event_between(0, 2)]
+
+    def test_runs_compose_until_one_is_refused_before_any_row_is_used(self, budget, monkeypatch):
+        last(rounds(budget=budget))
+        assert budget.ledger.event == NOISY.event_between(0, 5)
+        assert (budget.status.runs, budget.status.charges) == (1, 3)
+        monkeypatch.setattr(federated, "excluded_users", fail)
+        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        with pytest.raises(BudgetError, match="within the budget"):
+            rounds(mechanism=test_federated.mechanism(noise_multiplier=0.3), budget=budget)
+        assert budget.status.runs == 1
+
+    def test_other_users_and_other_kinds_are_refused(self, budget):
+        folder = budget.folder
+        budget.close()
+        lists = [*test_federated.LISTS]
+        lists[3] = lists[3] + 1
+        with Budget.open(folder) as opened:
+            with pytest.raises(BudgetError, match="no fresh budget"):
+                rounds(clients(lists), budget=opened)
+            # The same rows, dealt to the users in another way.
+            moved = [*test_federated.LISTS]
+            moved[0], moved[1] = moved[0][:2], np.concatenate([moved[0][2:], moved[1]])
+            with pytest.raises(BudgetError, match="no fresh budget"):
+                rounds(clients(moved), budget=opened)
+            with pytest.raises(BudgetError, match="One budget has one of each"):
+                mirrordp.train(
+                    tools.squared_distance, jnp.zeros(3), PrivateData(tools.features()),
+                    mechanism=tools.mechanism(), optimizer=tools.sgd(0.1), budget=opened,
+                )  # fmt: skip
+            assert opened.status.charges == 0
+            last(rounds(budget=opened))
+        with pytest.raises(BudgetError, match="expected the users that the budget"):
+            Budget.open(folder, data=PrivateData(tools.features()))
+
+    def test_going_on_from_a_state_pays_for_the_rest(self, budget):
+        half, _ = next(rounds())
+        last(rounds(state=half, budget=budget))
+        assert budget.ledger.event == NOISY.event_between(1, 5)
+
+    def test_ledger_or_budget(self, budget):
+        with pytest.raises(ValueError, match="a ledger or a budget, got both"):
+            rounds(budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
+
+
+class TestUsersWithACheckpoint:
+    @pytest.mark.parametrize("yields", [0, 1, 3])
+    def test_resumed_to_the_bit(self, tmp_path, yields):
+        options = {"adaptive_clip": AdaptiveClip(), "show_unprivatized": True}
+        whole, info = last(rounds(**options))
+        folder = tmp_path / "run"
+        interrupted(rounds(**options, checkpoint=Checkpoint(folder)), yields)
+        resumed = list(rounds(**options, checkpoint=Checkpoint(folder, resume=True)))
+        assert [found.round for _, found in resumed] == [2, 4, 6][max(0, yields - 1) :]
+        state, found = resumed[-1]
+        assert bits(state) == bits(whole)
+        assert found.charged_rounds == 5
+        for name in ("alpha", "noisy_grad_norm", "public_loss", "clip_norm"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(info, name))
+        assert bits(found.unprivatized) == bits(info.unprivatized)
+        assert FileLedger.read(folder / "ledger.jsonl").event == NOISY.event_between(0, 5)
+        assert not checkpoint_files(folder)
+
+    def test_the_order_is_randomness_charge_result_checkpoint_yield(self, tmp_path, monkeypatch):
+        order = []
+        for name, owner, attribute in (
+            ("save", Books, "_save"),
+            ("charge", FileLedger, "charge"),
+            ("run", federated, "_run_passes"),
+        ):
+            function = recorded(order, name, getattr(owner, attribute))
+            monkeypatch.setattr(owner, attribute, function)
+        for _ in rounds(checkpoint=Checkpoint(tmp_path / "run"), users_per_pass=16):
+            order.append("yield")
+        assert order == ["save", *["charge", "run", "save", "yield"] * 3]
+
+    def test_charged_once_on_a_budget(self, tmp_path, budget, monkeypatch):
+        steps = rounds(budget=budget, checkpoint=Checkpoint(tmp_path / "run"))
+        next(steps)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Books, "_save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        monkeypatch.undo()
+        assert budget.ledger.event == NOISY.event_between(0, 3)
+        state, _ = last(rounds(budget=budget, checkpoint=Checkpoint(tmp_path / "run", resume=True)))
+        assert bits(state) == bits(last(rounds())[0])
+        assert budget.ledger.event == NOISY.event_between(0, 5)
+        assert budget.status.runs == 1
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"client_learning_rate": 0.2}, r"client_learning_rate \(0.3 then, 0.2 now\)"),
+            ({"users_per_pass": 5}, "users_per_pass"),
+            ({"alpha": 0.5}, "alpha"),
+            ({"mechanism": test_federated.mechanism(noise_multiplier=5.0)}, "mechanism"),
+            ({"private": clients([*test_federated.LISTS[:-1], np.ones((1, 3), "f4")])},
+             "private data"),
+            ({"public": clients([tools.features(2)], mirrordp.PublicClients)}, "public data"),
+            ({"loss": lambda p, x: 2 * tools.squared_distance(p, x)}, "loss_fn"),
+            ({"seed": 4}, "seed"),
+        ],
+    )  # fmt: skip
+    def test_another_run(self, tmp_path, options, named):
+        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run")), 0)
+        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run", resume=True)), 1)
+        with pytest.raises(CheckpointError, match=f"differs in: .*{named}"):
+            rounds(**options, checkpoint=Checkpoint(tmp_path / "run", resume=True))
+        # The folder is not left locked.
+        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run", resume=True)), 1)
+
+    def test_refused(self, tmp_path):
+        state, _ = next(rounds())
+        with pytest.raises(ValueError, match="a state or a checkpoint, got both"):
+            rounds(state=state, checkpoint=Checkpoint(tmp_path / "run"))
+        secure = test_federated.mechanism(
+            noise_multiplier=4.0, noise=SecureGaussianNoise(num_params=3)
+        )
+        with pytest.raises(ValueError, match="secure noise cannot be repeated"):
+            rounds(mechanism=secure, seed=None, checkpoint=Checkpoint(tmp_path / "run"))
+        with pytest.raises(ValueError, match="survives a crash"):
+            rounds(ledger=Ledger(Adjacency.ZERO_OUT), checkpoint=Checkpoint(tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+
+
+ROWS = PrivateData(tools.features())
+RATED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+
+
+def sweep(runs, **options):
+    defaults = {"mechanism": tools.mechanism(), "optimizer": RATED, "steps_per_call": 5}
+    public = mirrordp.PublicData(tools.features(rows=10, seed=1))
+    return train_sweep(
+        tools.squared_distance, jnp.zeros(3), ROWS, public, runs=runs, **(defaults | options)
+    )
+
+
+class TestSweeps:
+    """Every run of a sweep is a release, and all of them are charged."""
+
+    @pytest.fixture
+    def budget(self, tmp_path):
+        with Budget.create(tmp_path / "budget", epsilon=3, delta=1e-6, data=ROWS) as budget:
+            yield budget
+
+    def test_every_run_is_charged_before_a_block_of_any_runs(self, budget, monkeypatch):
+        seen = []
+
+        def look(*_):
+            seen.append(FileLedger.read(budget.ledger.path).records[1:])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sweeps, "_run_all", look)
+        runs = [Run(seed=1), Run(seed=2, alpha=[0.0] * 5 + [0.5] * 7), Run(seed=3, alpha=0.5)]
+        with pytest.raises(KeyboardInterrupt):
+            next(sweep(runs, budget=budget))
+        # The second run reads nothing in the first block.
+        assert [(record["start"], record["stop"]) for record in seen[0]] == [(0, 5), (0, 5)]
+        assert len({record["run"] for record in seen[0]}) == 2
+
+    def test_all_runs_are_charged_to_the_end(self, budget):
+        last(sweep([Run(seed=1), Run(seed=2, alpha=[0.0] * 5 + [0.5] * 7)], budget=budget))
+        one = tools.mechanism()
+        assert budget.ledger.event == dp_accounting.SelfComposedDpEvent(one.event.event, 12 + 7)
+        assert budget.status.runs == 2
+
+    def test_admitted_together_or_not_at_all(self, budget, monkeypatch):
+        mechanism = tools.mechanism(noise_multiplier=2.5)
+        fitting = 0
+        while budget._fits(budget._divergences(mechanism.event) * (fitting + 1), margin=1e-9):
+            fitting += 1
+        assert fitting > 1
+        monkeypatch.setattr("mirrordp.training.excluded_rows", fail)
+        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        with pytest.raises(BudgetError, match="within the budget"):
+            sweep([Run(seed=seed) for seed in range(fitting + 1)], mechanism=mechanism,
+                  budget=budget)  # fmt: skip
+        assert budget.status.charges == 0
+        monkeypatch.undo()
+        last(sweep([Run(seed=s) for s in range(fitting)], mechanism=mechanism, budget=budget))
+        assert budget.status.runs == fitting
+        with pytest.raises(BudgetError, match="within the budget"):
+            sweep([Run()], mechanism=mechanism, budget=budget)
+
+    def test_refused(self, budget):
+        with pytest.raises(ValueError, match="a ledger or a budget, got both"):
+            sweep([Run()], budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
+        with pytest.raises(BudgetError, match="One budget has one of each"):
+            sweep([Run()], budget=budget, mechanism=tools.mechanism(unit="user"))
