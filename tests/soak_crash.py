@@ -35,7 +35,7 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp import cli, linear, tabular, training
+from mirrordp import cli, federated, linear, tabular, training
 from mirrordp.checkpoint import checkpoint_files
 from mirrordp.ledger import FileLedger
 from tests import tools
@@ -162,9 +162,7 @@ def train(folder: Path, variant: str) -> None:
     checkpoint = mirrordp.Checkpoint(
         folder / "run", every=options.get("every", 1), resume=True, keep=True
     )
-    if (folder / "result").exists():
-        return checkpoint.remove()
-    steps = mirrordp.train(
+    finish(folder, checkpoint, lambda: mirrordp.train(
         tools.squared_distance,
         jnp.array([0.5, -0.5, 0.25]),
         mirrordp.PrivateData(tools.features()),
@@ -176,9 +174,50 @@ def train(folder: Path, variant: str) -> None:
         steps_per_call=2,
         seed=11,
         checkpoint=checkpoint,
-    )
-    for state, info in steps:
-        result = [digest(state), info.step, [float(norm) for norm in info.noisy_grad_norm]]
+    ))  # fmt: skip
+
+
+def train_users(folder: Path) -> None:
+    """The same for a federated run."""
+    real = federated._run_passes
+
+    def noted(step, state, partial_sum, inputs, private, *rest, **widths):
+        note(
+            folder,
+            noise=digest(state.noise_state),
+            batch=digest(inputs.users),
+            data=digest(private),
+            sums=digest(state.params, partial_sum),
+            steps=int(state.round) + int(inputs.is_last.sum()),
+        )
+        return real(step, state, partial_sum, inputs, private, *rest, **widths)
+
+    federated._run_passes = noted
+    rows = [tools.features(rows=1 + number % 4, seed=number) for number in range(tools.ROWS)]
+    checkpoint = mirrordp.Checkpoint(folder / "run", resume=True, keep=True)
+    finish(folder, checkpoint, lambda: mirrordp.federated_train(
+        tools.squared_distance,
+        jnp.array([0.5, -0.5, 0.25]),
+        mirrordp.PrivateClients.from_users(rows, max_examples_per_user=4),
+        mirrordp.PublicData(tools.features(rows=10, seed=1)),
+        mechanism=tools.mechanism(unit="user"),
+        client_learning_rate=0.1,
+        alpha=0.5,
+        adaptive_clip=mirrordp.AdaptiveClip(),
+        rounds_per_call=2,
+        users_per_pass=8,
+        seed=11,
+        checkpoint=checkpoint,
+    ))  # fmt: skip
+
+
+def finish(folder: Path, checkpoint: mirrordp.Checkpoint, begin: Callable) -> None:
+    """Runs to the end, or is done with a run whose result is there."""
+    if (folder / "result").exists():
+        return checkpoint.remove()
+    for state, info in begin():
+        steps = info.step if isinstance(info, mirrordp.TrainInfo) else info.round
+        result = [digest(state), steps, [float(norm) for norm in info.noisy_grad_norm]]
     temporary = folder / "result.part"
     temporary.write_text(json.dumps(result))
     os.rename(temporary, folder / "result")
@@ -292,6 +331,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, int]:
             )
             for name in VARIANTS
         },
+        "users": (None, train_users, check_train, check_train_end),
         "fit": (budget, lambda folder: fit(folder, tables), check_fit, check_fit_end),
     }
     happened = {"kills": 0, "runs": 0, "resumed": 0}
