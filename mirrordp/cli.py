@@ -135,6 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 70
 
 
+def command() -> NoReturn:
+    """What the installed `mirrordp` calls."""
+    code = main()
+    if code == 130:
+        # Computations may be in flight, and would meet what Python takes down at a regular exit.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _finished(code: int) -> int:
     """Flushes here, where a reader that has gone away can still be dealt with."""
     sys.stdout.flush()
@@ -652,9 +662,10 @@ def _demo(arguments: argparse.Namespace) -> int:
             f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
             file=sys.stderr,
         )
-    result = demo.run_demo(
-        folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
-    )
+    with _told_on_interruption("Nothing was written: begin again, the demo keeps nothing."):
+        result = demo.run_demo(
+            folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
+        )
     report = result.report
     if arguments.json:
         print(
@@ -1002,8 +1013,17 @@ def _resumable(
         ) from None
 
 
+@contextlib.contextmanager
+def _told_on_interruption(advice: str) -> Iterator[None]:
+    """Says after Ctrl-C what is left of a run that cannot be resumed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(advice) from None
+
+
 def _predict(arguments: argparse.Namespace) -> int:
-    with _table_errors():
+    with _table_errors(), _told_on_interruption("Nothing was written: run the command again."):
         model = tabular.TableModel.load(arguments.model)
         rows = tabular.predict_file(
             model, arguments.input, arguments.output, keep=arguments.keep, stage=_patiently
@@ -1231,7 +1251,10 @@ def _audit(arguments: argparse.Namespace) -> int:
         noise_multiplier=arguments.noise_multiplier,
         num_steps=arguments.steps,
     )
-    with _patiently("training canaries and attacking them"):
+    with (
+        _told_on_interruption("Begin again: an audit keeps nothing."),
+        _patiently("training canaries and attacking them"),
+    ):
         found = auditing.audit(
             mechanism,
             algorithms=_chosen(auditing.Algorithm, arguments.algorithm),
@@ -1329,4 +1352,4 @@ def _writable(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -54,6 +54,7 @@ from mirrordp.data import (
 )
 from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
+from mirrordp.noise import interruptible
 from mirrordp.public import WarmStart, public_grad, warm_start
 from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
@@ -993,12 +994,14 @@ def _rounds(
             books.charge(charged, charged + reads)
             charged += reads
             infos = []
-            for inputs in calls:
-                state, partial_sum, info = _run_passes(
-                    step, state, partial_sum, inputs, on_device, excluded,
-                    public_arrays, keys, width=width, public_width=public_width,
-                )  # fmt: skip
-                infos.append(jax.tree.map(lambda leaf, i=inputs: np.asarray(leaf)[i.is_last], info))
+            with interruptible():
+                for inputs in calls:
+                    state, partial_sum, info = _run_passes(
+                        step, state, partial_sum, inputs, on_device, excluded,
+                        public_arrays, keys, width=width, public_width=public_width,
+                    )  # fmt: skip
+                    is_last = inputs.is_last
+                    infos.append(jax.tree.map(lambda leaf, i=is_last: np.asarray(leaf)[i], info))
             info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
             found = FederatedInfo(
                 round=start + len(block),

@@ -29,7 +29,7 @@ import scipy.special
 from mirrordp import _validate
 from mirrordp.accounting import Adjacency
 from mirrordp.mechanism import Mechanism
-from mirrordp.noise import Noise
+from mirrordp.noise import Noise, interruptible
 from mirrordp.types import PyTree
 
 # exp of more is no count that anyone could observe, and its square is still finite.
@@ -265,11 +265,12 @@ class _NoiseStream:
     def __call__(self, clipped_sum: np.ndarray) -> np.ndarray:
         padded = self._padded.copy()
         padded[: clipped_sum.size] = clipped_sum.ravel() / self._unit
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), interruptible():
             noisy, self._state = _add_noise(
                 self._noise, self._stddev, jnp.asarray(padded), self._state
             )
-        return self._unit * np.asarray(noisy)[: clipped_sum.size].reshape(clipped_sum.shape)
+            noisy = np.asarray(noisy)
+        return self._unit * noisy[: clipped_sum.size].reshape(clipped_sum.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("noise", "stddev"))

@@ -6,10 +6,11 @@ integers from a cryptographic generator. `stddev` is always noise_multiplier · 
 *sum*, before any division.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
@@ -236,6 +237,17 @@ class SecureGaussianNoise:
 def _lattice_noise(stddev: float, count: int, step: np.ndarray) -> np.ndarray:
     del step
     return SecureRandom().rounded_gaussian(stddev, count)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C while the host draws secure noise, which JAX reports as an error of its own."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "KeyboardInterrupt" not in str(error):
+            raise
+        raise KeyboardInterrupt from None
 
 
 def to_lattice(values: jax.Array, granularity: float) -> jax.Array:

@@ -48,6 +48,7 @@ from mirrordp.data import (
 )
 from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
+from mirrordp.noise import interruptible
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
@@ -653,14 +654,16 @@ def _generate(
             books.charge(charged, charged + reads)
             charged += reads
             infos = []
-            for inputs in calls:
-                one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
-                state, partial_sum, info = _run_passes(
-                    train_step, plan.may_skip, state, partial_sum,
-                    one._replace(is_last=inputs.is_last), on_device, excluded, public_arrays, keys,
-                )  # fmt: skip
-                infos.append(info)
-            info = whole_steps(calls, infos)
+            with interruptible():
+                for inputs in calls:
+                    one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
+                    one = one._replace(is_last=inputs.is_last)
+                    state, partial_sum, info = _run_passes(
+                        train_step, plan.may_skip, state, partial_sum, one, on_device, excluded,
+                        public_arrays, keys,
+                    )  # fmt: skip
+                    infos.append(info)
+                info = whole_steps(calls, infos)
             found = TrainInfo(
                 step=start + len(block),
                 charged_steps=charged,

@@ -421,6 +421,19 @@ class TestTraining:
         unrounded = tools.mechanism(sampling=mirrordp.FullBatch.of(40)).epsilon(1e-5)
         assert found.epsilon > 1.2 * unrounded
 
+    def test_an_interruption_while_noise_is_drawn_stays_one(self, monkeypatch):
+        """JAX wraps what its callbacks raise into an error of its own."""
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(SecureRandom, "rounded_gaussian", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(run())
+        add_noise = linear._NoiseStream(secure_descent(), 600, jax.random.key(0))
+        with pytest.raises(KeyboardInterrupt):
+            add_noise(np.zeros(600))
+
     def test_made_for_a_model(self):
         params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2), "scale": jnp.zeros(())}
         assert SecureGaussianNoise.of(params).num_params == 9
