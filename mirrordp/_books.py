@@ -8,6 +8,7 @@ and `federated_train` keep theirs with a checkpoint or without, the runs of a sw
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from mirrordp.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.secure import SecureRandom
 from mirrordp.types import PyTree
+
+# What it is told follows from the mechanism and the clock: no row has a part in it.
+_log = logging.getLogger("mirrordp")
 
 
 class Kept(NamedTuple):
@@ -168,6 +172,7 @@ class Books:
                 "expected the batches of the run to be drawn again as they were, got others. "
                 "Resume on the machine and with the libraries it began with."
             )
+        _log.info("run %s: resumed after step %d", self._name, kept.step)
         return state, kept if kept.step > 0 else None
 
     def charge(self, start: int, stop: int) -> None:
@@ -179,6 +184,7 @@ class Books:
             event = self._mechanism.event_between(start, stop)
             block = Block(self._name, start - self._first, stop - self._first)
             self._charged_to.charge(event, block=block)
+            _log.info("run %s: charged private steps %d to %d", self._name, start + 1, stop)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint after block number `block`, if one is due."""
@@ -194,6 +200,7 @@ class Books:
         }
         shown = {f"info.{name}": array for name, array in kept.shown.items()}
         self._run.save(position, checkpoints.to_arrays(state, "state") | shown)
+        _log.debug("run %s: checkpoint after step %d", self._name, kept.step)
 
     def finish(self) -> None:
         """Removes what is secret: the run has come to its end."""

@@ -142,6 +142,15 @@ class TestStatistics:
 
 
 class TestRefused:
+    def test_the_command_can_choose_any_algorithm(self, capsys):
+        for algorithm in Algorithm:
+            arguments = ["audit", "--algorithm", algorithm.value, "--canaries", "3"]
+            assert cli.main(arguments) == 2
+            assert "expected --canaries of at least 30" in capsys.readouterr().err
+        arguments = ["audit", "--algorithm", "federated-pda-dpmd", "--attack", "paired"]
+        assert cli.main(arguments) == 2
+        assert "--attack one-run or gaussian for the federated" in capsys.readouterr().err
+
     def test_a_paired_attack_on_federated_runs(self):
         with pytest.raises(ValueError, match="federated algorithm has no paired attack"):
             auditing.audit(made(), algorithms=[FEDERATED], attacks=[Attack.PAIRED])

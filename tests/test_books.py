@@ -225,6 +225,24 @@ def sweep(runs, **options):
     )
 
 
+def test_the_log_says_what_was_charged_kept_and_resumed(tmp_path, caplog):
+    with caplog.at_level("DEBUG", logger="mirrordp"):
+        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run")), 1)
+        last(rounds(checkpoint=Checkpoint(tmp_path / "run", resume=True)))
+    lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert lines == [
+        "checkpoint after step 0",
+        "charged private steps 1 to 1",
+        "checkpoint after step 2",
+        "resumed after step 2",
+        "charged private steps 2 to 3",
+        "checkpoint after step 4",
+        "charged private steps 4 to 5",
+        "checkpoint after step 6",
+    ]
+    assert {record.name for record in caplog.records} == {"mirrordp"}
+
+
 class TestSweeps:
     """Every run of a sweep is a release, and all of them are charged."""
 
