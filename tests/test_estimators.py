@@ -321,6 +321,13 @@ class TestContract:
         with pytest.raises(ValueError, match="random_state"):
             fit("yes")
 
+    def test_the_seed_in_the_report_repeats_the_fit(self):
+        data = (*draw("regression", 300), *draw("regression", 50, seed=1))
+        options = {"epsilon": 1.0, "num_steps": 5}
+        drawn = PrivateLinearRegression(**options, random_state=np.random.default_rng(0)).fit(*data)
+        again = PrivateLinearRegression(**options, random_state=drawn.privacy_.seed).fit(*data)
+        np.testing.assert_array_equal(drawn.coef_, again.coef_)
+
     def test_settings_can_be_given(self):
         x, y = draw("binary", 200)
         model = PrivateLogisticRegression(

@@ -400,13 +400,16 @@ ARRAYS = st.one_of(
 
 
 @fuzz
-@given(X=ARRAYS, y=ARRAYS, classifier=st.booleans(), X_public=ARRAYS, y_public=ARRAYS)
-def test_made_up_arrays(X, y, classifier, X_public, y_public):
+@given(
+    X=ARRAYS, y=ARRAYS, classifier=st.booleans(), secure=st.booleans(), X_public=ARRAYS,
+    y_public=ARRAYS,
+)  # fmt: skip
+def test_made_up_arrays(X, y, classifier, secure, X_public, y_public):
     kind = PrivateLogisticRegression if classifier else PrivateLinearRegression
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(ValueError, TypeError, Accepted):
-            kind(epsilon=1.0, delta=1e-3).fit(X, y, X_public, y_public)
+            kind(epsilon=1.0, delta=1e-3, secure=secure).fit(X, y, X_public, y_public)
         with contextlib.suppress(ValueError, TypeError):
             PrivateData(X)
 
@@ -414,7 +417,8 @@ def test_made_up_arrays(X, y, classifier, X_public, y_public):
 WORDS = st.sampled_from(
     ["--epsilon", "--delta", "--noise-multiplier", "--steps", "--batch-size", "--num-examples",
      "--adjacency", "--accountant", "--json", "--out", "--seed", "1", "0", "-1", "1e-5", "0.5",
-     "nan", "inf", "1e400", "rdp", "replace", "zero-out", "add-remove", "", "--", "x"]
+     "nan", "inf", "1e400", "rdp", "replace", "zero-out", "add-remove", "", "--", "x", "--secure",
+     "--resume", "--budget", "--quiet", "--keep-checkpoint"]
 )  # fmt: skip
 
 
