@@ -6,6 +6,7 @@ Where there is no Chromium the tests are skipped, unless MIRRORDP_REQUIRE_BROWSE
 
 import os
 import shutil
+import time
 
 import pytest
 
@@ -56,7 +57,15 @@ def show(browser, path, window):
         "Emulation.setDeviceMetricsOverride", metrics | {"mobile": window == "phone"}
     )
     browser.get(path.as_uri())
-    return browser.get_log("browser")
+    # The log comes late on a busy machine; what was said before the last word is in front of it.
+    last_word = "the page was read"
+    browser.execute_script(f"console.info('{last_word}')")
+    found = []
+    deadline = time.monotonic() + 30
+    while not any(last_word in entry["message"] for entry in found):
+        assert time.monotonic() < deadline, "the browser's console says nothing"
+        found += browser.get_log("browser")
+    return [entry for entry in found if last_word not in entry["message"]]
 
 
 @pytest.fixture(scope="module")
