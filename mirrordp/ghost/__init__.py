@@ -325,21 +325,24 @@ def _clipped_sum(
 
 
 def _backward(split: _Split, rows: list[jax.Array], batch_size: int):
-    """Losses, captured operands and cotangents of all sites, example by example."""
+    """Losses, captured operands and cotangents of all sites, example by example.
+
+    The probes are made inside the map over examples: given from outside they would force their
+    batch axis on the layers' outputs, and a scan's outputs (time first) would be transposed.
+    """
     program = split.program
-    probes = [
-        [jnp.zeros((batch_size, *shape.shape), shape.dtype) for shape in site.probe_shapes()]
-        for site in program.sites
-    ]
 
-    def forward(probes):
-        run = lambda rows, probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
-        losses, captured = jax.vmap(run, axis_size=batch_size)(rows, probes)
-        return losses, captured
+    def one_example(rows):
+        probes = [
+            [jnp.zeros(shape.shape, shape.dtype) for shape in site.probe_shapes()]
+            for site in program.sites
+        ]
+        forward = lambda probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
+        loss, pull, captured = jax.vjp(forward, probes, has_aux=True)
+        (cotangents,) = pull(jnp.ones_like(loss))
+        return loss, captured, cotangents
 
-    losses, pull, captured = jax.vjp(forward, probes, has_aux=True)
-    (cotangents,) = pull(jnp.ones_like(losses))
-    return losses, captured, cotangents
+    return jax.vmap(one_example, axis_size=batch_size)(rows)
 
 
 def _fallback_gradients(split: _Split, captured, cotangents) -> list[jax.Array]:

@@ -15,6 +15,7 @@ each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (uni
 is added to the norm before clipping.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -34,6 +35,37 @@ PIECE = 2**15
 """Patches of a convolution are formed so many numbers per example at a time."""
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pixels"],
+    meta_fields=["window", "out", "strides", "dilation"],
+)
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """The input of a convolution, of which the patches are copies.
+
+    Attributes:
+        pixels: padded images [B, G, n, spatial..., C], n of them per example.
+        window: the size of the kernel, axis by axis.
+        out: the positions of the kernel, axis by axis.
+        strides: between positions.
+        dilation: between the weights of the kernel.
+    """
+
+    pixels: Array
+    window: tuple[int, ...]
+    out: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def seen(self, array: Array, axis: int, offset: int, at: int) -> Array:
+        """What the weights at `offset` of an axis of the window see along axis `at` of an array."""
+        start = offset * self.dilation[axis]
+        stride = self.strides[axis]
+        stop = start + (self.out[axis] - 1) * stride + 1
+        return lax.slice_in_dim(array, start, stop, stride, axis=at)
+
+
 class Side(NamedTuple):
     """One side of the outer products: vectors, or one-hot vectors given by where their one is.
 
@@ -41,10 +73,12 @@ class Side(NamedTuple):
         pieces: the vectors [B, G, T, K], cut along K so that the patches of a convolution, which
             repeat its input many times over, need not be in memory all at once.
         ones: for one-hot vectors, [B, 1, T]; -1 for a vector of zeros.
+        images: where the vectors are patches, the images.
     """
 
     pieces: tuple[Array, ...] = ()
     ones: Array | None = None
+    images: Images | None = None
 
 
 class Factors(NamedTuple):
@@ -218,46 +252,62 @@ def _conv_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     deltas = deltas.transpose([0, 1 + out_spec[0], *(1 + i for i in out_spec[2:]), 1 + out_spec[1]])
     deltas = deltas.reshape(-1, *deltas.shape[2:])
 
-    out_spatial = deltas.shape[1:-1]
-    positions = math.prod(out_spatial)
-    channels = images.shape[-1] // groups
-    per_piece = max(1, PIECE // (positions * images.shape[-1]))
-    shifts = _shifted(images, window, out_spatial, params)
-    pieces = []
-    for start in range(0, len(shifts), per_piece):
-        part = jnp.stack(shifts[start : start + per_piece], axis=-2)  # [M, spatial, shifts, C]
-        part = part.reshape(batch, -1, part.shape[-2], groups, channels)
-        part = part.transpose(0, 3, 1, 2, 4)
-        pieces.append(part.reshape(batch, groups, part.shape[2], -1))
-    right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
-    return Factors(Side(tuple(pieces)), Side((right,)))
-
-
-def _shifted(images: Array, window: Sequence[int], out_spatial, params) -> list[Array]:
-    """What each weight of the window sees of [M, spatial..., C]: a list of [M, out..., C]."""
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
     config = [
         (low, high, interior - 1)
         for (low, high), interior in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
-    zero = jnp.zeros([], images.dtype)
-    padded = lax.pad(images, zero, [(0, 0, 0), *config, (0, 0, 0)])
-    shifts = []
-    for offset in np.ndindex(*window):
-        start = [o * d for o, d in zip(offset, dilation, strict=True)]
-        stop = [
-            s + (n - 1) * stride + 1
-            for s, n, stride in zip(start, out_spatial, strides, strict=True)
-        ]
-        shifts.append(
-            lax.slice(
-                padded,
-                [0, *start, 0],
-                [padded.shape[0], *stop, padded.shape[-1]],
-                [1, *strides, 1],
+    padded = lax.pad(images, jnp.zeros([], images.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    padded = padded.reshape(batch, -1, *padded.shape[1:-1], groups, padded.shape[-1] // groups)
+    seen = Images(
+        jnp.moveaxis(padded, -2, 1),
+        tuple(window),
+        deltas.shape[1:-1],
+        tuple(params["window_strides"]),
+        tuple(params["rhs_dilation"]),
+    )
+    right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
+    return Factors(Side(tuple(_patches(seen)), images=seen), Side((right,)))
+
+
+def _patches(images: Images) -> list[Array]:
+    """What the weights of the window see, weight by weight: pieces of [B, G, T, K].
+
+    Stacking all shifts of the images at once is slow on a GPU when they are many (each entry of the
+    result searches for its operand), so the axes of the window are stacked one after the other,
+    last axis first. Only where a row of the window is too large a piece its shifts are taken one by
+    one.
+    """
+    pixels, window = images.pixels, images.window
+    rank, channels = len(window), pixels.shape[-1]
+    shift = max(1, math.prod((*pixels.shape[1:3], *images.out, channels)))
+    rows = PIECE // (shift * math.prod(window[1:]))
+    stack = functools.partial(jnp.stack, axis=3 + rank)
+
+    if not rows:
+        per_piece = max(1, PIECE // shift)
+        shifts = [
+            functools.reduce(
+                lambda array, at: images.seen(array, *at, at=3 + at[0]), enumerate(offset), pixels
             )
-        )
-    return shifts
+            for offset in np.ndindex(*window)
+        ]
+        starts = range(0, len(shifts), per_piece)
+        stacked = [stack(shifts[start : start + per_piece]) for start in starts]
+    else:
+        array = pixels
+        for axis in reversed(range(1, rank)):
+            array = stack([images.seen(array, axis, i, at=3 + axis) for i in range(window[axis])])
+            # Without the barrier the compiler would merge the stages into one.
+            array = lax.optimization_barrier(array)
+        stacked = [
+            stack(
+                [images.seen(array, 0, i, at=3) for i in range(start, min(start + rows, window[0]))]
+            )
+            for start in range(0, window[0], rows)
+        ]
+    # [B, G, n, out..., (shifts...), C]
+    positions = pixels.shape[2] * math.prod(images.out)
+    return [part.reshape(*pixels.shape[:2], positions, -1) for part in stacked]
 
 
 def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
@@ -318,6 +368,8 @@ def clip_factors(
 def _inner(one: Side, other: Side) -> Array:
     """Inner products of all vectors of one side with all of another: [B, G, T, S]."""
     if one.ones is None and other.ones is None:
+        if one.images and other.images and _prefers_pixels(one.images, other.images):
+            return _pixel_products(one.images, other.images)
         ours, theirs = one.pieces, other.pieces
         if [piece.shape[-1] for piece in ours] != [piece.shape[-1] for piece in theirs]:
             # One kernel at two resolutions was cut differently.
@@ -337,6 +389,36 @@ def _inner(one: Side, other: Side) -> Array:
     return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
 
 
+def _prefers_pixels(one: Images, other: Images) -> bool:
+    """Whether inner products of all pixels are at most half the work of those of all patches."""
+    pixels = math.prod(one.pixels.shape[2:-1]) * math.prod(other.pixels.shape[2:-1])
+    patches = (
+        math.prod(one.out) * math.prod(other.out) * one.pixels.shape[2] * other.pixels.shape[2]
+    )
+    return 2 * pixels <= patches * math.prod(one.window)
+
+
+def _pixel_products(one: Images, other: Images) -> Array:
+    """Inner products of all patches of one side with all of another, [B, G, T, S], from pixels.
+
+    ⟨patch_t, patch_s⟩ = Σ_δ ⟨x_{t+δ}, y_{s+δ}⟩: inner products of pixels, summed over the window,
+    one axis of it at a time.
+    """
+    x, y = one.pixels, other.pixels
+    rank = len(one.window)
+    flat = lambda array: _wide(array.reshape(*array.shape[:2], -1, array.shape[-1]))  # noqa: E731
+    products = jnp.einsum("bgpc,bgqc->bgpq", flat(x), flat(y))
+    products = products.reshape(*x.shape[:-1], *y.shape[2:-1])
+    for axis in reversed(range(rank)):
+        # Axes: B, G, n, spatial..., m, spatial...
+        terms = [
+            other.seen(one.seen(products, axis, i, at=3 + axis), axis, i, at=4 + rank + axis)
+            for i in range(one.window[axis])
+        ]
+        products = functools.reduce(jnp.add, terms)
+    return products.reshape(*x.shape[:2], x.shape[2] * math.prod(one.out), -1)
+
+
 def _products(one: Array, other: Array) -> Array:
     """[b, g, t, k] and [b, g, s, k] to their inner products [b, g, t, s]."""
     if one.shape[2] == other.shape[2] == 1:
@@ -354,8 +436,19 @@ def _spread(part: Factors) -> Array:
 def _lengths(side: Side) -> Array:
     if side.ones is not None:
         return (side.ones >= 0).astype(wide_dtype())
+    if side.images is not None:
+        return jnp.sqrt(_patch_squares(side.images))
     squares = [(_wide(piece) ** 2).sum(axis=-1) for piece in side.pieces]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _patch_squares(images: Images) -> Array:
+    """Squared lengths of all patches, [B, G, T]: those of the pixels, summed over the window."""
+    squares = (_wide(images.pixels) ** 2).sum(axis=-1)
+    for axis in reversed(range(len(images.window))):
+        terms = [images.seen(squares, axis, i, at=3 + axis) for i in range(images.window[axis])]
+        squares = functools.reduce(jnp.add, terms)
+    return squares.reshape(*squares.shape[:2], -1)
 
 
 def _entries(side: Side) -> int:
