@@ -18,7 +18,7 @@ is added to the norm before clipping.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,16 +67,15 @@ class Images:
 
 
 class Side(NamedTuple):
-    """One side of the outer products: vectors, or one-hot vectors given by where their one is.
+    """One side of the outer products, as one of three.
 
     Attributes:
-        pieces: the vectors [B, G, T, K], cut along K so that the patches of a convolution, which
-            repeat its input many times over, need not be in memory all at once.
+        vectors: the vectors, [B, G, T, K].
         ones: for one-hot vectors, [B, 1, T]; -1 for a vector of zeros.
-        images: where the vectors are patches, the images.
+        images: for patches of images, the images.
     """
 
-    pieces: tuple[Array, ...] = ()
+    vectors: Array | None = None
     ones: Array | None = None
     images: Images | None = None
 
@@ -217,7 +216,7 @@ def _dot_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     else:
         theirs = [i + len(free) for i in theirs]
     right = _arrange(cotangent, first, range(num_batch), theirs, ours)
-    return Factors(Side((left,)), Side((right,)))
+    return Factors(Side(left), Side(right))
 
 
 def _arrange(array: Array, first: int, groups, positions, entries) -> Array:
@@ -266,11 +265,30 @@ def _conv_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
         tuple(params["rhs_dilation"]),
     )
     right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
-    return Factors(Side(tuple(_patches(seen)), images=seen), Side((right,)))
+    return Factors(Side(images=seen), Side(right))
 
 
-def _patches(images: Images) -> list[Array]:
-    """What the weights of the window see, weight by weight: pieces of [B, G, T, K].
+def _map_pieces(function: Callable[[Array], Array], side: Side) -> list[Array]:
+    """`function` of a side's vectors [B, G, T, K], of patches piece by piece along K.
+
+    Patches repeat their images many times over, so one piece is in memory at a time: the barrier
+    keeps the compiler from making all of them first.
+    """
+    if side.images is None:
+        assert side.vectors is not None
+        return [function(side.vectors)]
+    source, cuts = _patches(side.images)
+    results = []
+    for cut in cuts:
+        result = function(cut(source))
+        if len(cuts) > 1:
+            source, result = lax.optimization_barrier((source, result))
+        results.append(result)
+    return results
+
+
+def _patches(images: Images) -> tuple[Array, list[Callable[[Array], Array]]]:
+    """What the weights of the window see, weight by weight: an array, and how pieces come of it.
 
     Stacking all shifts of the images at once is slow on a GPU when they are many (each entry of the
     result searches for its operand), so the axes of the window are stacked one after the other,
@@ -281,33 +299,43 @@ def _patches(images: Images) -> list[Array]:
     rank, channels = len(window), pixels.shape[-1]
     shift = max(1, math.prod((*pixels.shape[1:3], *images.out, channels)))
     rows = PIECE // (shift * math.prod(window[1:]))
-    stack = functools.partial(jnp.stack, axis=3 + rank)
+    positions = pixels.shape[2] * math.prod(images.out)
+
+    def stacked(parts: list[Array]) -> Array:
+        return jnp.stack(parts, axis=3 + rank)
+
+    def flat(part: Array) -> Array:
+        """[B, G, n, out..., shifts..., C] as [B, G, T, K]."""
+        return part.reshape(*pixels.shape[:2], positions, -1)
+
+    def shifts(offsets: Sequence[tuple[int, ...]], source: Array) -> Array:
+        seen = []
+        for offset in offsets:
+            part = source
+            for axis, i in enumerate(offset):
+                part = images.seen(part, axis, i, at=3 + axis)
+            seen.append(part)
+        return flat(stacked(seen))
+
+    def some_rows(offsets: Sequence[int], source: Array) -> Array:
+        return flat(stacked([images.seen(source, 0, i, at=3) for i in offsets]))
 
     if not rows:
-        per_piece = max(1, PIECE // shift)
-        shifts = [
-            functools.reduce(
-                lambda array, at: images.seen(array, *at, at=3 + at[0]), enumerate(offset), pixels
-            )
-            for offset in np.ndindex(*window)
-        ]
-        starts = range(0, len(shifts), per_piece)
-        stacked = [stack(shifts[start : start + per_piece]) for start in starts]
-    else:
-        array = pixels
-        for axis in reversed(range(1, rank)):
-            array = stack([images.seen(array, axis, i, at=3 + axis) for i in range(window[axis])])
-            # Without the barrier the compiler would merge the stages into one.
-            array = lax.optimization_barrier(array)
-        stacked = [
-            stack(
-                [images.seen(array, 0, i, at=3) for i in range(start, min(start + rows, window[0]))]
-            )
-            for start in range(0, window[0], rows)
-        ]
-    # [B, G, n, out..., (shifts...), C]
-    positions = pixels.shape[2] * math.prod(images.out)
-    return [part.reshape(*pixels.shape[:2], positions, -1) for part in stacked]
+        offsets = list(np.ndindex(*window))
+        cuts = [functools.partial(shifts, some) for some in _chunks(offsets, PIECE // shift)]
+        return pixels, cuts
+    source = pixels
+    for axis in reversed(range(1, rank)):
+        source = stacked([images.seen(source, axis, i, at=3 + axis) for i in range(window[axis])])
+        # Without the barrier the compiler would merge the stages into one.
+        source = lax.optimization_barrier(source)
+    cuts = [functools.partial(some_rows, some) for some in _chunks(range(window[0]), rows)]
+    return source, cuts
+
+
+def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    size = max(1, size)
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
@@ -320,7 +348,7 @@ def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
     index = jnp.where((index >= 0) & (index < rows), index, -1)
     right = cotangent.reshape(batch, 1, index.shape[-1], math.prod(weight.shape[1:]))
     right = jnp.where(index[..., None] >= 0, right, 0)
-    return Factors(Side(ones=index), Side((right,)))
+    return Factors(Side(ones=index), Side(right))
 
 
 def gram(parts: Sequence[Factors], *, margin: float) -> Array:
@@ -370,23 +398,23 @@ def _inner(one: Side, other: Side) -> Array:
     if one.ones is None and other.ones is None:
         if one.images and other.images and _prefers_pixels(one.images, other.images):
             return _pixel_products(one.images, other.images)
-        ours, theirs = one.pieces, other.pieces
-        if [piece.shape[-1] for piece in ours] != [piece.shape[-1] for piece in theirs]:
-            # One kernel at two resolutions was cut differently.
-            ours, theirs = ((jnp.concatenate(pieces, axis=-1),) for pieces in (ours, theirs))
-        products = [_products(x, y) for x, y in zip(ours, theirs, strict=True)]
-        return functools.reduce(jnp.add, products)
+        ours, theirs = (jnp.concatenate(_map_pieces(_wide, side), axis=-1) for side in (one, other))
+        return _products(ours, theirs)
     if one.ones is not None and other.ones is not None:
         same = one.ones[..., :, None] == other.ones[..., None, :]
         return (same & (one.ones[..., :, None] >= 0)).astype(wide_dtype())
     if one.ones is None:
         return _inner(other, one).swapaxes(-1, -2)
     # One-hot vectors pick entries: ⟨e_k, x⟩ = x_k, for ones [B, 1, T] and vectors [B, 1, S, K].
-    (vectors,) = other.pieces
+    assert other.vectors is not None
     picked = jnp.take_along_axis(
-        vectors[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
+        other.vectors[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
     )[..., 0]
     return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
+
+
+def _all_vectors(side: Side) -> Array:
+    return jnp.concatenate(_map_pieces(lambda vectors: vectors, side), axis=-1)
 
 
 def _prefers_pixels(one: Images, other: Images) -> bool:
@@ -438,8 +466,8 @@ def _lengths(side: Side) -> Array:
         return (side.ones >= 0).astype(wide_dtype())
     if side.images is not None:
         return jnp.sqrt(_patch_squares(side.images))
-    squares = [(_wide(piece) ** 2).sum(axis=-1) for piece in side.pieces]
-    return jnp.sqrt(functools.reduce(jnp.add, squares))
+    assert side.vectors is not None
+    return jnp.sqrt((_wide(side.vectors) ** 2).sum(axis=-1))
 
 
 def _patch_squares(images: Images) -> Array:
@@ -452,7 +480,9 @@ def _patch_squares(images: Images) -> Array:
 
 
 def _entries(side: Side) -> int:
-    return sum(piece.shape[-1] for piece in side.pieces) or 1
+    if side.images is not None:
+        return math.prod(side.images.window) * side.images.pixels.shape[-1]
+    return 1 if side.vectors is None else side.vectors.shape[-1]
 
 
 def explicit(site: Site, part: Factors) -> Array:
@@ -461,8 +491,9 @@ def explicit(site: Site, part: Factors) -> Array:
     Both the norm and the clipped sum are taken of what this returns, so its rounding does not
     matter for the bound.
     """
-    (right,) = part.right.pieces
-    products = [_product("bgtk,bgtn->bgkn", site, piece, right) for piece in part.left.pieces]
+    right = part.right.vectors
+    assert right is not None
+    products = _map_pieces(lambda left: _product("bgtk,bgtn->bgkn", site, left, right), part.left)
     return jnp.concatenate(products, axis=-2)
 
 
@@ -471,12 +502,14 @@ def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
 
     Rows of weight zero take no part whatever they hold: 0 · NaN is not 0.
     """
-    (right,) = part.right.pieces
-    right = scaled(right, weights)
+    assert part.right.vectors is not None
+    right = scaled(part.right.vectors, weights)
     if part.left.ones is None:
-        lefts = [scaled(piece, weights > 0) for piece in part.left.pieces]
-        products = [_product("bgtk,bgtn->gkn", site, left, right) for left in lefts]
-        return jnp.concatenate(products, axis=-2)
+
+        def product(left: Array) -> Array:
+            return _product("bgtk,bgtn->gkn", site, scaled(left, weights > 0), right)
+
+        return jnp.concatenate(_map_pieces(product, part.left), axis=-2)
     (weight,) = site.param_shapes
     # A row outside the table is dropped; -1 would count from the end.
     index = jnp.where(part.left.ones >= 0, part.left.ones, weight.shape[0]).reshape(-1)
