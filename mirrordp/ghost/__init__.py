@@ -265,9 +265,10 @@ def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
         if view.axes is None:
             return tuple((view.layout, part) for part in (groups, left, right))
         named = view.axes
-        return tuple(
+        groups, left, right = (
             tuple(named[i] for i in part if named[i] is not None) for part in (groups, left, right)
         )
+        return view.stacked + groups, left, right
 
     first = canonical(sites[0])
     swaps = []
@@ -275,7 +276,7 @@ def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
         groups, left, right = canonical(site)
         if (groups, left, right) == first:
             swaps.append(False)
-        elif (groups, right, left) == first and not groups:
+        elif (groups, right, left) == first and not _factors.axes(site).groups:
             swaps.append(True)
         else:
             return None

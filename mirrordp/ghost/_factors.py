@@ -118,7 +118,8 @@ def is_factored(site: Site) -> bool:
         case "conv_general_dilated":
             return site.param_positions == (1,) and site.params["batch_group_count"] == 1
         case "gather":
-            return site.param_positions == (0,) and _is_row_lookup(site)
+            is_stacked = any(site.varies[0])
+            return site.param_positions == (0,) and not is_stacked and _is_row_lookup(site)
         case _:
             return False
 
@@ -144,21 +145,28 @@ def sizes(site: Site) -> Sizes:
     """The sizes of a factored site, from shapes alone."""
     (weight,) = site.param_shapes
     (out,) = site.out_shapes
-    loops = math.prod(site.loops)
+    stacks, loops = (math.prod(lengths) for lengths in _loops(site))
     total = math.prod(out.shape)
     match site.name:
         case "dot_general":
             groups, left, right = (math.prod(weight.shape[i] for i in part) for part in axes(site))
-            return Sizes(loops * total // max(groups * right, 1), left, right, groups)
+            return Sizes(loops * total // max(groups * right, 1), left, right, stacks * groups)
         case "conv_general_dilated":
             groups = site.params["feature_group_count"]
             outputs = weight.shape[site.params["dimension_numbers"].rhs_spec[0]]
             left = math.prod(weight.shape) // outputs
-            return Sizes(loops * total // outputs, left, outputs // groups, groups)
+            return Sizes(loops * total // outputs, left, outputs // groups, stacks * groups)
         case "gather":
             right = math.prod(weight.shape[1:])
             return Sizes(loops * total // max(right, 1), weight.shape[0], right, 1)
     raise AssertionError(site.name)
+
+
+def _loops(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of the loops in which a factored site's weight differs, and of the others."""
+    (varies,) = site.varies
+    chosen = [[n for n, v in zip(site.loops, varies, strict=True) if v == w] for w in (True, False)]
+    return tuple(chosen[0]), tuple(chosen[1])
 
 
 def axes(site: Site) -> Axes:
@@ -182,18 +190,42 @@ def axes(site: Site) -> Axes:
 def factors(site: Site, captured: Sequence[Array], cotangent: Array) -> Factors:
     """The factors of a factored site, for all examples.
 
+    Iterations of a loop that see one weight are positions; where each sees its own (a loop over
+    stacked layers), they are groups.
+
     Args:
         site: the site.
         captured: its BATCH operand, [B, *loops, ...].
         cotangent: of its output, [B, *loops, ...].
     """
+    stacks, loops = _loops(site)
+    if not stacks:
+        return _factors_of(site, captured[0], cotangent)
+    depths = range(len(site.loops))
+    order = sorted(depths, key=lambda depth: not site.varies[0][depth])
+    batch = captured[0].shape[0]
+
+    def with_stacks_in_batch(array: Array) -> Array:
+        array = array.transpose(0, *(1 + i for i in order), *range(1 + len(order), array.ndim))
+        return array.reshape(-1, *array.shape[1 + len(stacks) :])
+
+    def with_stacks_in_groups(array: Array) -> Array:
+        groups = math.prod(stacks) * array.shape[1]
+        return array.reshape(batch, groups, *array.shape[2:])
+
+    inner = dataclasses.replace(site, loops=loops, varies=((False,) * len(loops),))
+    found = _factors_of(inner, *(with_stacks_in_batch(array) for array in (captured[0], cotangent)))
+    return jax.tree.map(with_stacks_in_groups, found)
+
+
+def _factors_of(site: Site, operand: Array, cotangent: Array) -> Factors:
     match site.name:
         case "dot_general":
-            return _dot_factors(site, captured[0], cotangent)
+            return _dot_factors(site, operand, cotangent)
         case "conv_general_dilated":
-            return _conv_factors(site, captured[0], cotangent)
+            return _conv_factors(site, operand, cotangent)
         case "gather":
-            return _gather_factors(site, captured[0], cotangent)
+            return _gather_factors(site, operand, cotangent)
     raise AssertionError(site.name)
 
 
@@ -540,8 +572,10 @@ def squared_norm(array: Array) -> Array:
 
 
 def weight_gradient(site: Site, gradient: Array) -> Array:
-    """[..., G, K, N] in the weight's own layout [..., *weight.shape]."""
+    """[..., G, K, N] in the weight's own layout [..., *stacks, *weight.shape]."""
     (weight,) = site.param_shapes
+    stacks, _ = _loops(site)
+    gradient = gradient.reshape(*gradient.shape[:-3], *stacks, -1, *gradient.shape[-2:])
     lead, shape = gradient.shape[:-3], weight.shape
     groups, left, right = axes(site)
     order = (*groups, *left, *right)
