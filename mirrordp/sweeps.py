@@ -3,8 +3,9 @@
 A small network leaves most of an accelerator idle. `train_sweep` maps the step of `mirrordp.train`
 over runs that differ in seed, starting point, α schedule and optimiser settings. Each run has its
 own batches and its own noise: it is the run that `train` would have made, up to rounding, and it
-costs as much privacy. Choosing the best of them on private data is not covered by the guarantee of
-one run: the ledger composes all of them.
+costs as much privacy. Choosing the best of them is not covered by the guarantee of one run: the
+ledger composes all of them, which covers a choice by public rows. A choice by private rows, such as
+a validation set cut from them, is one more release, without noise, and covered by nothing here.
 """
 
 import functools
