@@ -201,9 +201,9 @@ class ClientData:
 
         Args:
             users: the rows of each user, all of one structure.
-            ids: the users' names; without them a user is known by the place in the list.
+            ids: the users' names; without them a user is known by its rows.
             max_examples_per_user: the bound.
-            seed: decides, with the user's name, which rows are kept.
+            seed: decides, with the user's name or rows, which rows are kept.
         """
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
         if len(users) == 0:
@@ -212,13 +212,17 @@ class ClientData:
         arrays = jax.tree.map(
             lambda *leaves: np.concatenate([np.asarray(x) for x in leaves]), *users
         )
+        too_many = counts > max_examples_per_user
         names = None if ids is None else tuple(ids)
         if names is not None and len(names) != len(users):
             raise ValueError(f"ids must name {len(users)} users, got {len(names)} names.")
         return cls._bounded(
             lambda rows: jax.tree.map(lambda leaf: leaf[rows], arrays),
             counts,
-            range(len(users)) if names is None else names,
+            # A place in the list is no name: it depends on who else is in it.
+            [_rows_digest(user) if over else "" for user, over in zip(users, too_many, strict=True)]
+            if names is None
+            else names,
             names,
             max_examples_per_user,
             seed,
@@ -307,6 +311,11 @@ def _name_entropy(name: Hashable) -> list[int]:
     """Four numbers that a user's name decides, the same on every machine."""
     digest = hashlib.blake2b(str(name).encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u4").tolist()
+
+
+def _rows_digest(user: PyTree) -> str:
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(user)]
+    return hashlib.blake2b(b"".join(leaf.tobytes() for leaf in leaves), digest_size=16).hexdigest()
 
 
 def require_private_clients(data: object, name: str = "private") -> None:
