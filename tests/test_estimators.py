@@ -651,6 +651,24 @@ class TestMistakes:
         with pytest.raises(ValueError, match="Unknown label type"):
             PrivateLogisticRegression().fit(x, y, x, odd)
 
+    @pytest.mark.parametrize("kind", [int, float, bool, str])
+    @pytest.mark.parametrize("odd", ["secret", 17, None])
+    def test_one_label_of_another_type_leaves_the_others_as_they_are(self, kind, odd):
+        """NumPy turns a list with one text in it into text, all of it."""
+        x, y = draw("binary", 200)
+        public_x, public_y = draw("binary", 40, seed=1)
+        labels, public_labels = ([kind(label) for label in part] for part in (y, public_y))
+        labels[3] = odd
+        kept = np.arange(200) != 3
+        with pytest.warns(UnprotectedWarning, match="not covered.* 1 private rows"):
+            model = PrivateLogisticRegression(random_state=0).fit(
+                x, labels, public_x, public_labels
+            )
+        expected = PrivateLogisticRegression(random_state=0).fit(
+            x, y, public_x, public_y, counts=kept
+        )
+        np.testing.assert_array_equal(model.coef_, expected.coef_)
+
     def test_messages_quote_no_private_value(self):
         x, y = draw("regression", 50)
         text = x.astype(object)
