@@ -106,6 +106,17 @@ class TestClippedSum:
         assert clipped_sum.sensitivity(mirrordp.Adjacency.ZERO_OUT) == 0.7
         assert clipped_sum.sensitivity(mirrordp.Adjacency.REPLACE) == 1.4
 
+    @pytest.mark.parametrize("l2_clip_norm", [1e-25, 1e-12, 1.0])
+    @pytest.mark.parametrize("target", [1.0, 1e100, 1e153, 1e170])
+    @pytest.mark.parametrize("size", [1e-308, 1e-170, 1e-161, 1e-100, 1e60, 1e150])
+    def test_squares_that_underflow_or_overflow_hide_no_norm(self, size, target, l2_clip_norm):
+        """Where all public residuals are rounding, the clip norm that they suggest is tiny."""
+        theta = np.zeros((8, 1))
+        features = size * np.random.default_rng(0).normal(size=(1, 8))
+        found = ClippedSum(SQUARED_ERROR, l2_clip_norm)(theta, Rows(features, np.array([[target]])))
+        # In units of C, where squares are harmless.
+        assert np.linalg.norm(found / l2_clip_norm) <= 1 + 1e-9
+
     def test_a_row_that_overflows_contributes_zero(self):
         rows, theta = problem(LOGISTIC)
         features = rows.features.copy()
