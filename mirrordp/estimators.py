@@ -211,14 +211,16 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         mechanism = self._mechanism(len(X), settings)
         if settings.num_steps > 0:
             rows = Rows(scaling(X), problem.targets, problem.counts)
-            with self._charged(mechanism, settings, theta, rows, budget, checkpoint) as entropy:
+            with self._charged(
+                mechanism, settings, theta, rows, seed, budget, checkpoint
+            ) as entropy:
                 theta = linear.private_descent(
                     problem.family,
                     theta,
                     rows,
                     mechanism,
                     learning_rate=settings.learning_rate,
-                    key=randomness(seed if entropy is None else entropy)[1].noise,
+                    key=randomness(entropy)[1].noise,
                 )
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
@@ -233,6 +235,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         settings: Settings,
         theta: np.ndarray,
         rows: Rows,
+        seed: int | None,
         budget: Budget | None,
         checkpoint: Checkpoint | None,
     ) -> Iterator[int | None]:
@@ -241,7 +244,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Nothing of a descent can be seen before its end, so it is one block: after a crash all of it
         is computed again, with the same randomness, and it is not charged again.
         """
-        seed, steps = _seed(self.random_state), mechanism.num_steps
+        steps = mechanism.num_steps
         if budget is not None:
             _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
             budget.require_data()

@@ -548,6 +548,15 @@ class TestPrivacy:
         other = PrivateLogisticRegression(random_state=0).fit(changed, known, *public)
         assert not np.array_equal(other.coef_, coefficients[0])
 
+    def test_the_seed_in_the_report_is_the_one_that_was_used(self):
+        x, y = draw("regression", 200)
+        public = draw("regression", 40, seed=1)
+        drawn = PrivateLinearRegression(5.0, random_state=np.random.default_rng(3))
+        drawn.fit(x, y, *public)
+        again = PrivateLinearRegression(5.0, random_state=drawn.privacy_.seed).fit(x, y, *public)
+        assert drawn.n_iter_ > 0
+        np.testing.assert_array_equal(drawn.coef_, again.coef_)
+
     def test_where_the_classes_come_from(self):
         x, y = draw("binary", 200)
         labels = np.array(["no", "yes"])[y]
