@@ -427,16 +427,21 @@ def require_public(data: object, name: str = "public") -> None:
     )
 
 
+def have_same_structure(private: PrivateData, public: PublicData) -> bool:
+    """Whether both hold the same tree of arrays, equal in dtype and trailing axes."""
+    return _structure(private) == _structure(public)
+
+
+def _structure(data: PrivateData | PublicData) -> PyTree:
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}[n{_dims(leaf)}]", data.arrays)
+
+
 def require_same_structure(private: PrivateData, public: PublicData) -> None:
     """Raises unless both hold the same tree of arrays, equal in dtype and trailing axes."""
-
-    def shape_of(data: PrivateData | PublicData) -> PyTree:
-        return jax.tree.map(lambda leaf: f"{leaf.dtype}[n{_dims(leaf)}]", data.arrays)
-
-    if shape_of(private) != shape_of(public):
+    if not have_same_structure(private, public):
         raise ValueError(
-            "private and public rows must have the same structure, got "
-            f"private {shape_of(private)} and public {shape_of(public)}. Bring both into the same "
+            "private and public rows must have the same structure, got private "
+            f"{_structure(private)} and public {_structure(public)}. Bring both into the same "
             "tree of arrays, or give the public rows a loss of their own (public_loss_fn)."
         )
 

@@ -550,6 +550,13 @@ class TestOverlap:
             run(public=self.overlapping, overlap=Overlap.REFUSE, ledger=ledger)
         assert ledger.epsilon(1e-3).epsilon == 0
 
+    def test_a_public_loss_of_its_own_does_not_hide_an_overlap(self):
+        own = {"public": self.overlapping, "public_loss_fn": lambda p, row: jnp.sum(p * row)}
+        with pytest.raises(ValueError, match="2 private rows equal a public row"):
+            run(**own, overlap=Overlap.REFUSE)
+        with pytest.warns(UnprotectedWarning, match="2 private rows equal a public row"):
+            list(run(**own, num_steps=1))
+
     def test_without_overlap_nothing_is_said(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnprotectedWarning)
