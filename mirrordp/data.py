@@ -21,6 +21,7 @@ import numpy as np
 from mirrordp import _validate
 from mirrordp.types import PyTree
 
+_HIDDEN = "{}(<rows that are not printed>)"
 UNPROTECTED = "[not covered by the privacy guarantee; for the operator only]"
 
 
@@ -71,6 +72,9 @@ class PrivateData(_Examples):
 
     def _words(self) -> tuple[str, str]:
         return "PrivateData", UNPROTECTED
+
+    def __repr__(self) -> str:
+        return _HIDDEN.format("PrivateData")
 
 
 class PublicData(_Examples):
@@ -288,6 +292,9 @@ class PrivateClients(ClientData):
 
     def _words(self) -> tuple[str, str]:
         return "PrivateClients", UNPROTECTED
+
+    def __repr__(self) -> str:
+        return _HIDDEN.format("PrivateClients")
 
 
 class PublicClients(ClientData):
