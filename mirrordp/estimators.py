@@ -813,6 +813,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Targets, and which labels are classes at all."""
+        y = _in_form_of(self.classes_, y)
         is_class = np.isin(y, self.classes_)
         index = np.searchsorted(self.classes_, np.where(is_class, y, self.classes_[0]))
         one_hot = np.eye(len(self.classes_))[index]
@@ -840,6 +841,28 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def __sklearn_tags__(self):
         return _few_rows_are_not_enough(super().__sklearn_tags__())
+
+
+def _in_form_of(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Labels as text or as numbers, whichever the classes are, one by one.
+
+    One text among numbers makes NumPy write all of them as text: no class would be known then, and
+    one row would have decided over all others.
+    """
+    if y.dtype.kind in "US" and classes.dtype.kind in "biuf":
+        known = {str(label): label for label in classes.tolist()}
+        parsed = {text: known.get(text, _number_or_nan(text)) for text in set(y.tolist())}
+        return np.array([parsed[text] for text in y.tolist()], np.float64)
+    if y.dtype.kind in "biuf" and classes.dtype.kind in "US":
+        return np.array([str(label) for label in y.tolist()])
+    return y
+
+
+def _number_or_nan(text: str | bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _few_rows_are_not_enough(tags):

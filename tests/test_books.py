@@ -295,3 +295,6 @@ class TestSweeps:
             sweep([Run()], budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
         with pytest.raises(BudgetError, match="One budget has one of each"):
             sweep([Run()], budget=budget, mechanism=tools.mechanism(unit="user"))
+        with pytest.raises(ValueError, match="do not share their noise, got seed 3 twice"):
+            sweep([Run(seed=3), Run(seed=4), Run(seed=3)], budget=budget)
+        assert budget.status.charges == 0
