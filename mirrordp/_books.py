@@ -67,6 +67,8 @@ class Books:
     ):
         self._mechanism, self._run, self._every, self._first = mechanism, run, every, first
         self._charged_to = ledger if budget is None else budget
+        self._budget = budget
+        self._seed: int | None = None
         self._name = secrets.token_hex(8) if run is None else run.id
         # Where the generator stands after so many draws: blocks are drawn ahead of time.
         self._drawn: dict[int, str] = {}
@@ -130,8 +132,17 @@ class Books:
 
         Raises:
             CheckpointError: if anything differs from the run that is to be resumed.
+            BudgetError: if another run on the budget had the seed.
         """
+        if self._budget is not None:
+            self._budget.check_seed(seed, self._name)
+        self._seed = seed
         return seed if self._run is None else self._run.verify(configuration(self._run.key), seed)
+
+    def claim(self, seed: int | None) -> None:
+        """Notes the seed with the budget, which refuses it to any other run."""
+        if self._budget is not None:
+            self._budget.claim_seed(seed, self._name)
 
     def batches(
         self, num_records: int, rng: np.random.Generator | SecureRandom
@@ -158,11 +169,15 @@ class Books:
             batches: what `batches` returned; those of the steps that are done are drawn again.
         """
         if self._run is None:
+            self.claim(self._seed)
             return state, None
         saved = self._run.saved
         if saved is None:
             # From here on the run has its randomness, before anything is charged.
             self._save(state, Kept(0, 0, {}))
+        # Not before the run can be resumed: nobody else could have the seed any more.
+        self.claim(self._seed)
+        if saved is None:
             return state, None
         state, kept = restored(saved, state)
         for _ in range(kept.charged_steps):

@@ -313,7 +313,7 @@ class Budget:
             BudgetError: if it is not.
         """
         bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
-        found = _identify(_fingerprint.read_key(self._folder), data)
+        found = _identify(self._key, data)
         if found["kind"] != bound["kind"]:
             raise BudgetError(
                 f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
@@ -342,6 +342,41 @@ class Budget:
                 f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
                 "for, got none. Use Budget.open(folder, data=...)."
             )
+
+    def check_seed(self, seed: int | None, run: str) -> None:
+        """Raises for a seed that another run on this budget had.
+
+        Costs add up only if the noise of one run is independent of that of the others.
+
+        Args:
+            seed: of the run's randomness; None for one from the operating system.
+            run: the run's name; a run that is resumed keeps it.
+
+        Raises:
+            BudgetError: if another run had it.
+        """
+        if seed is not None and any(name != run for name in self._runs_with(seed)):
+            raise BudgetError(
+                f"expected a seed that no other run on the budget {str(self._folder)!r} had, since "
+                f"runs add up only if their noise is independent, got seed {seed} again. Leave the "
+                "seed out, or take another."
+            )
+
+    def claim_seed(self, seed: int | None, run: str) -> None:
+        """Notes the seed of a run, if `check_seed` allows it; durable when it returns."""
+        self.check_seed(seed, run)
+        if seed is not None and not self._runs_with(seed):
+            content = {"run": run, "fingerprint": _fingerprint.of_seed(self._key, seed)}
+            self._ledger.append("seed", content)
+
+    def _runs_with(self, seed: int) -> list[str]:
+        fingerprint = _fingerprint.of_seed(self._key, seed)
+        claims = [record for record in self._ledger.records if record["kind"] == "seed"]
+        return [record["run"] for record in claims if record["fingerprint"] == fingerprint]
+
+    @property
+    def _key(self) -> bytes:
+        return _fingerprint.read_key(self._folder)
 
     def admit(self, mechanism: Mechanism, *, charged_steps: int = 0, num_steps: int) -> None:
         """Raises unless steps `charged_steps` to `num_steps` of the mechanism fit. Charges nothing.

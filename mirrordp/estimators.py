@@ -260,7 +260,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if checkpoint is None:
             if budget is not None:
                 budget.admit(mechanism, num_steps=steps)
-                budget.charge(mechanism.event, block=Block(secrets.token_hex(8), 0, steps))
+                name = secrets.token_hex(8)
+                budget.claim_seed(seed, name)
+                budget.charge(mechanism.event, block=Block(name, 0, steps))
             yield seed
             return
         run = checkpoint.open(mechanism.adjacency, budget=budget)
@@ -277,6 +279,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 "public rows": _fingerprint.of_arrays(run.key, theta),
                 "private data": secret,
             }
+            if budget is not None:
+                budget.check_seed(seed, run.id)
             entropy = run.verify(configuration, seed)
             if run.saved is None:
                 run.save({}, {})
@@ -284,6 +288,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             if done < steps:
                 if budget is not None:
                     budget.admit(mechanism, charged_steps=done, num_steps=steps)
+                    budget.claim_seed(seed, run.id)
                 charged_to = run.ledger if budget is None else budget
                 charged_to.charge(
                     mechanism.event_between(done, steps), block=Block(run.id, done, steps)

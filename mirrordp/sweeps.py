@@ -162,6 +162,11 @@ def train_sweep(
     )
     charged_to = ledger_for(mechanism.adjacency, ledger)
     books = [Books(mechanism, ledger=charged_to, budget=budget) for _ in runs]
+    if budget is not None:
+        for run in runs:
+            budget.check_seed(run.seed, "")
+    for book, run in zip(books, runs, strict=True):
+        book.claim(run.seed)
     random = [randomness(run.seed) for run in runs]
     states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
     batches = [mechanism.batches(len(private), rng) for rng, _ in random]

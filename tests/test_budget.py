@@ -18,6 +18,7 @@ from mirrordp._files import LockedError, StorageError
 from mirrordp.budget import BudgetError, choose_orders, renyi_limit
 from mirrordp.estimators import PrivateLinearRegression
 from mirrordp.ledger import Block, FileLedger, LedgerError
+from mirrordp.sweeps import Run
 from tests import tools
 from tests.test_cli_fit import make_table
 from tests.tools import last, mechanism, sgd
@@ -38,6 +39,10 @@ def budget(folder):
         yield made
 
 
+SEEDS = itertools.count()
+"""Runs on one budget must not share their noise."""
+
+
 def until_refused(action) -> int:
     """How often it can be done."""
     for count in itertools.count():
@@ -49,7 +54,9 @@ def until_refused(action) -> int:
 
 
 def train(budget, private=ROWS, **options):
-    defaults = {"mechanism": mechanism(), "optimizer": sgd(0.1), "seed": 0, "steps_per_call": 5}
+    defaults = {
+        "mechanism": mechanism(), "optimizer": sgd(0.1), "seed": next(SEEDS), "steps_per_call": 5
+    }  # fmt: skip
     theta = np.zeros(tools.FEATURES, np.float32)
     return mirrordp.train(
         tools.squared_distance, theta, private, budget=budget, **(defaults | options)
@@ -310,6 +317,41 @@ def test_two_processes(folder, budget):
         holder.kill()
         holder.wait()
         Budget.open(folder, wait=10).close()
+
+
+class TestSeeds:
+    """Costs add up only if no two runs share their noise."""
+
+    def test_a_seed_serves_one_run(self, budget):
+        tools.last(train(budget, seed=7))
+        spent = budget.status
+        with pytest.raises(BudgetError, match="got seed 7 again"):
+            tools.last(train(budget, seed=7))
+        assert budget.status == spent
+        tools.last(train(budget, seed=8))
+        tools.last(train(budget, seed=None))
+        assert budget.status.runs == 3
+
+    def test_also_after_opening_it_again_and_for_a_sweep(self, budget, folder):
+        tools.last(train(budget, seed=7))
+        budget.close()
+        with Budget.open(folder, data=ROWS) as budget:
+            length = budget.ledger.position
+            with pytest.raises(BudgetError, match="got seed 7 again"):
+                mirrordp.train_sweep(
+                    tools.squared_distance,
+                    np.zeros(tools.FEATURES, np.float32),
+                    ROWS,
+                    mechanism=mechanism(),
+                    optimizer=sgd(0.1),
+                    runs=[Run(seed=3), Run(seed=7)],
+                    budget=budget,
+                )
+            assert budget.ledger.position == length
+
+    def test_the_ledger_does_not_show_it(self, budget, folder):
+        tools.last(train(budget, seed=123456789))
+        assert b"123456789" not in (folder / "ledger.jsonl").read_bytes()
 
 
 class TestCommandLine:
