@@ -10,9 +10,11 @@ beside. Peak memory is the process's largest resident set.
     python -m benchmarks.federated                              ours, small model and the LSTM
     python -m benchmarks.federated --peers --python PEER/bin/python
     python -m benchmarks.federated --scaling                    cost against users and model size
+    python -m benchmarks.federated --paper-size --out FILE      a round of the paper's run
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,12 +22,14 @@ import resource
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 ROWS, FEATURES, CLASSES = 32, 32, 10
 VOCABULARY, LENGTH = 10_004, 21
 MODELS = ("small", "lstm")
 PEERS = ("flower", "pfl")
+PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
 
 def user_rows(model: str, num_users: int):
@@ -37,6 +41,15 @@ def user_rows(model: str, num_users: int):
         return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
     x = rng.normal(size=(num_users, ROWS, FEATURES)).astype(np.float32)
     return {"x": x, "y": rng.integers(0, CLASSES, (num_users, ROWS)).astype(np.int32)}
+
+
+def versions() -> dict:
+    """Of Python and of those packages that take part and are installed here."""
+    found = {"python": platform.python_version()}
+    for name in ("mirrordp", "jax", "jaxlib", "numpy", "flwr", "ray", "pfl", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
@@ -103,6 +116,76 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     }
 
 
+def paper_size(num_users: int, rows: int, rounds: int, users_per_pass: int | None) -> dict:
+    """Rounds of the paper's StackOverflow run on made-up sentences, and what 1,600 of them take.
+
+    Every user has as many sentences as the paper allows, so that no real cohort has more to do.
+    """
+    import jax
+    import numpy as np
+
+    import mirrordp
+    from experiments import models
+
+    start = time.perf_counter()
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, VOCABULARY, (num_users * rows, LENGTH), dtype=np.int16)
+    private = mirrordp.PrivateClients(tokens, np.full(num_users, rows), None, rows)
+    network = models.stackoverflow_lstm()
+    params = network.init(jax.random.key(0))
+    cohort = min(100, num_users // 2)
+    block = max(1, min(5, rounds))
+    mechanism = mirrordp.Mechanism(
+        sampling=mirrordp.PoissonSampling.for_batch_size(cohort, num_examples=num_users),
+        l2_clip_norm=0.3,
+        noise_multiplier=0.4,
+        num_steps=PAPER_ROUNDS,
+        unit="user",
+    )
+    run = mirrordp.federated_train(
+        network.loss,
+        params,
+        private,
+        mechanism=mechanism,
+        client_learning_rate=0.5,
+        rounds_per_call=block,
+        users_per_pass=users_per_pass,
+        seed=0,
+    )
+    made = time.perf_counter() - start
+    start = time.perf_counter()
+    jax.block_until_ready(next(run)[0])
+    first = time.perf_counter() - start
+    times = []
+    for _ in range(-(-rounds // block)):
+        start = time.perf_counter()
+        jax.block_until_ready(next(run)[0])
+        times.append((time.perf_counter() - start) / block)
+    run.close()
+    seconds = sum(times) / len(times)
+    device = jax.devices()[0]
+    peak = (device.memory_stats() or {}).get(
+        "peak_bytes_in_use", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+    return {
+        "seconds_per_round": seconds,
+        "label": "synthetic users of the paper's shape; 1,600 rounds are extrapolated",
+        "users": num_users,
+        "expected_users_per_round": cohort,
+        "sentences_per_user": rows,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "users_per_pass": users_per_pass,
+        "measured_rounds": len(times) * block,
+        "fastest_and_slowest_block": [min(times), max(times)],
+        "extrapolated_minutes_of_1600_rounds": PAPER_ROUNDS * seconds / 60,
+        "data_seconds": made,
+        "first_call_seconds": first - block * seconds,
+        "peak_megabytes": peak / 2**20,
+        "device": f"{device.platform}, {device.device_kind}",
+        "versions": versions(),
+    }
+
+
 def row_of(name: str, model: str, cohort: int, width: int, result: dict) -> str:
     """One line of the table."""
     if "error" in result:
@@ -143,6 +226,10 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also Flower and pfl-research")
     parser.add_argument("--python", default=sys.executable, help="interpreter with the peers")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--paper-size", action="store_true", help="ours alone, on one device")
+    parser.add_argument("--num-users", type=int, default=PAPER_USERS, help="with --paper-size")
+    parser.add_argument("--rows", type=int, default=PAPER_ROWS, help="with --paper-size")
+    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--one", choices=("ours", *PEERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -158,6 +245,16 @@ def main() -> None:
                 arguments.one, model, cohort, arguments.rounds, arguments.width
             )
         print(json.dumps(result))
+        return
+    if arguments.paper_size:
+        result = paper_size(
+            arguments.num_users, arguments.rows, arguments.rounds, arguments.users_per_pass
+        )
+        text = json.dumps(result, indent=1)
+        print(text)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text + "\n")
         return
     cases = []
     for model in arguments.models:

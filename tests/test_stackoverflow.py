@@ -124,6 +124,22 @@ class TestNetwork:
         }
         assert sum(sizes.values()) == 4_050_748
 
+    def test_the_recurrent_gradient_is_that_of_the_plain_lstm(self):
+        """Over rows and over users with weights of their own."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        nets = jax.vmap(models.stackoverflow_lstm(20, embedding=4, width=5).init)(keys)
+        inputs = jax.random.normal(jax.random.key(1), (3, 2, 7, 4))
+
+        def gradients(lstm):
+            def loss(cell, rows):
+                return jnp.sum(jnp.sin(jax.vmap(lstm, (None, 0))(cell, rows)))
+
+            return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))(nets["cell"], inputs)
+
+        plain, fast = gradients(models._lstm), gradients(models._fast_lstm)
+        for expected, got in zip(jax.tree.leaves(plain), jax.tree.leaves(fast), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
     def test_padding_has_no_loss(self):
         net = models.stackoverflow_lstm(20, embedding=4, width=5)
         params = net.init(jax.random.key(0))
@@ -137,7 +153,7 @@ class TestNetwork:
         logits = jnp.zeros(10).at[5].set(2.0).at[2].set(1.0)
         net = models.Network(None, lambda params, row: jnp.tile(logits, (len(row), 1)), None)
         rows = np.array([[1, 5, 6, 3, 2, 0], [1, 5, 5, 2, 0, 0]])
-        task = command.Task(None, net, {}, None, 0.0, None)
+        task = command.Task(None, net, {}, None, 1, None, 0.0, None)
         found = command.evaluate(task, {}, rows)
         assert found["accuracy"] == pytest.approx(3 / 4)
         losses = np.asarray(-jax.nn.log_softmax(logits))
@@ -150,21 +166,19 @@ class TestNetwork:
 class TestCommand:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
-        monkeypatch.setattr(command, "SERVER_RATES", (1.0,))
-        monkeypatch.setattr(command, "CLIENT_RATES", (0.5,))
-        monkeypatch.setattr(command, "CLIPS", (0.3,))
-        monkeypatch.setattr(command, "DIVISORS", (3,))
         monkeypatch.setattr(command, "USERS_PER_ROUND", 6)
         monkeypatch.setattr(command, "ROUNDS_PER_CALL", 2)
         # A PLD of much less noise takes seconds.
-        monkeypatch.setattr(command, "calibrated", lambda task, rounds: 4.0)
+        monkeypatch.setattr(command, "calibrated", lambda task: 4.0)
         ticks = itertools.count()
         monkeypatch.setattr(command, "clock", lambda: next(ticks))
 
     def arguments(self, tsv, out, *more):
         return [
             "--data", str(tsv), "--out", str(out), "--words", "10", "--width", "4",
-            "--public-users", "4", "--rounds", "4", "--tuning-rounds", "4", "--seeds", "1", *more,
+            "--public-users", "4", "--rounds", "4", "--tuning-rounds", "4", "--seeds", "1",
+            "--server-rates", "1", "--client-rates", "0.5", "--clips", "0.3", "--divisors", "3",
+            "--users-per-pass", "3", *more,
         ]  # fmt: skip
 
     def test_stops_goes_on_and_ends_with_the_same_numbers(self, tsv, tmp_path, capsys):
@@ -173,7 +187,7 @@ class TestCommand:
         codes = []
         while not codes or codes[-1] == 75:
             # Enough for one run, and too little for the one after it.
-            codes.append(command.main(self.arguments(tsv, tmp_path / "cut", "--max-seconds", "9")))
+            codes.append(command.main(self.arguments(tsv, tmp_path / "cut", "--max-seconds", "7")))
             assert len(codes) < 9
         whole, cut = (
             {json.dumps(r["job"]): r for r in command.records.read(tmp_path / name / "runs.jsonl")}
@@ -196,7 +210,7 @@ class TestCommand:
         assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
         assert (tmp_path / "whole" / "runs.jsonl").read_text() == before
 
-    def test_selection_never_sees_the_test_users(self, monkeypatch):
+    def test_selection_never_sees_the_test_users(self):
         class Fake(command.Log):
             def __init__(self):
                 pass
@@ -207,8 +221,8 @@ class TestCommand:
                     "metrics": {"perplexity": -job.client_rate},
                 }
 
-        monkeypatch.setattr(command, "CLIENT_RATES", (0.5, 0.1, 0.2))
-        best = min(command.jobs_of_rates(2, 1.0), key=Fake().validation_loss)
+        grid = command.Grid(client_rates=(0.5, 0.1, 0.2))
+        best = min(command.jobs_of_rates(grid, 2, 1.0), key=Fake().validation_loss)
         assert best.client_rate == 0.1
 
     def test_a_table_without_runs(self):
