@@ -3,13 +3,12 @@
 Each runs with its own DP: central clipping and Gaussian noise. Nothing here imports mirrordp.
 """
 
-import resource
 import time
 
 import numpy as np
 import torch
 
-from benchmarks.federated import CLASSES, FEATURES, ROWS, VOCABULARY, user_rows
+from benchmarks.federated import CLASSES, FEATURES, ROWS, VOCABULARY, user_rows, versions
 
 CLIP, NOISE, RATE, BATCH = 0.3, 1.0, 0.1, 16
 
@@ -75,11 +74,7 @@ def measure(peer: str, model: str, cohort: int, rounds: int, width: int) -> dict
     return {
         "seconds_per_round": float(np.median(gaps)),
         "first_call_seconds": float(times[1] - start),
-        "peak_megabytes": (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        )
-        / 1024,
+        "versions": versions(),
     }
 
 
