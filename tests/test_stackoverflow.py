@@ -1,5 +1,6 @@
 """The StackOverflow experiment: files, splits, the network, metrics, and stages that resume."""
 
+import dataclasses
 import itertools
 import json
 
@@ -12,6 +13,16 @@ import mirrordp
 from experiments import models
 from experiments.stackoverflow import command, data, report
 
+FACTS = {
+    "stand_in": True,
+    "private_users": 2860,
+    "public_users": 100,
+    "vocabulary_words": 6969,
+    "vocabulary_from": "public",
+    "test_unknown": 0.08,
+    "public_from": "held-out users",
+    "not_covered": ["the choice of settings"],
+}
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and", "or", "not"]
 
 
@@ -224,6 +235,67 @@ class TestCommand:
         grid = command.Grid(client_rates=(0.5, 0.1, 0.2))
         best = min(command.jobs_of_rates(grid, 2, 1.0), key=Fake().validation_loss)
         assert best.client_rate == 0.1
+
+    def test_table_and_figure_from_lines_alone(self, tmp_path, capsys):
+        """Three methods, two seeds, a search and a check; lines of other data are left out."""
+        pytest.importorskip("matplotlib")
+
+        def line(stage, method, seed=0, *, perplexity=100.0, accuracy=0.2, key="new", **job):
+            values = {"accuracy": accuracy, "perplexity": perplexity, "word_perplexity": perplexity}
+            settings = command.Job(
+                stage, method, seed, 20, 1.0, 0.5, 0.3, noise_multiplier=job.pop("noise", 0.7)
+            )
+            return {
+                "experiment": "stackoverflow",
+                "key": key,
+                "job": dataclasses.asdict(dataclasses.replace(settings, **job)),
+                "facts": FACTS,
+                "metrics": values,
+                "validation": values,
+                "curve": [{"round": number, "seconds": 1.0} | values for number in (0, 10, 20)],
+                "epsilon": 123.4 if stage == "check" else 8.29,
+                "delta": 1e-6,
+                "adjacency": "zero-out",
+                "unit": "user",
+                "sampling": "Poisson, q = 0.035",
+                "accountant": "pld",
+            }
+
+        lines = [
+            line("final", "pda", perplexity=1.0, accuracy=0.99, key="old"),
+            line("rates", "warm", perplexity=90.0),
+            line("rates", "warm", perplexity=None, clip=1.0),
+            line("alpha", "pda", divisor=3, perplexity=80.0),
+            line("check", "pda", divisor=5, noise=0.4),
+        ]
+        for seed in (1, 2):
+            lines += [
+                line("final", "cold", seed, perplexity=200.0 + seed, accuracy=0.10),
+                line("final", "warm", seed, perplexity=110.0 + seed, accuracy=0.20),
+                line("final", "pda", seed, perplexity=100.0 + seed, accuracy=0.21, divisor=3),
+            ]
+        for made in lines:
+            command.records.append(tmp_path / "runs.jsonl", made)
+        assert command.main(["--out", str(tmp_path), "--plot-only"]) == 0
+        text = (tmp_path / "table.md").read_text()
+        assert text in capsys.readouterr().out
+        assert "STAND-IN" in text
+        assert "ε = 8.29 at δ = 1e-06 per user" in text
+        assert "| DP-FedAvg cold | 2 | 10.00 ± 0.00 | 201.50 ± 0.71 |" in text
+        assert "| PDA-DPMD warm | 2 | 21.00 ± 0.00 | 101.50 ± 0.71 |" in text
+        assert "accuracy 1.00 ± 0.00 points, perplexity -10.00 ± 0.00" in text
+        assert "| 1, 0.5, 0.3 | 90.0 |\n| 1, 0.5, 1 | diverged |" in text
+        assert "| 3 | 80.0 |" in text
+        assert "Mechanics only, not a result: 20 rounds" in text
+        assert "ε = 123.4" in text
+        figure = (tmp_path / "figure.svg").read_text()
+        assert "STAND-IN" in figure
+        assert "ε = 8.29" in figure
+
+    def test_plotting_without_lines(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            command.main(["--out", str(tmp_path), "--plot-only"])
+        assert "expected finished runs" in capsys.readouterr().err
 
     def test_a_table_without_runs(self):
         assert report.table([]) == "No final run yet.\n"

@@ -479,9 +479,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--public-users", type=int, default=NUM_PUBLIC_USERS)
     parser.add_argument("--width", type=int, default=670, help="of the LSTM; 670 is the paper's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--plot-only", action="store_true", help="compute nothing")
+    parser.add_argument(
+        "--plot-only", action="store_true", help="table and figure of finished runs; reads no data"
+    )
     arguments = parser.parse_args(argv)
     began = clock()
+    lines = arguments.out / "runs.jsonl"
+    if arguments.plot_only:
+        found = records.read(lines)
+        if not found:
+            parser.error(f"expected finished runs in {lines}, got none; leave out --plot-only")
+        report.write(report.newest(found), arguments.out)
+        return 0
     if not arguments.data.exists():
         parser.error(
             f"expected the users in {arguments.data}, got no such file; run unpack.py data "
@@ -508,30 +517,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         began + arguments.max_seconds,
         arguments.out,
     )
-    log = Log(arguments.out / "runs.jsonl", task)
+    log = Log(lines, task)
+    grid = Grid(arguments.server_rates, arguments.client_rates, arguments.clips, arguments.divisors)
+    # The noise of the long runs, also in the short ones that choose settings.
+    noise = calibrated(task)
+    print(f"{prepared.facts}\nnoise multiplier {noise:.4f}", file=sys.stderr, flush=True)
     complete = True
-    if not arguments.plot_only:
-        # The noise of the long runs, also in the short ones that choose settings.
-        noise = calibrated(task)
-        print(f"{prepared.facts}\nnoise multiplier {noise:.4f}", file=sys.stderr, flush=True)
-        try:
-            staged(
-                log,
-                arguments.stages,
-                Grid(
-                    arguments.server_rates,
-                    arguments.client_rates,
-                    arguments.clips,
-                    arguments.divisors,
-                ),
-                arguments.rounds,
-                arguments.tuning_rounds,
-                arguments.seeds,
-                noise,
-            )
-        except OutOfTime:
-            complete = False
-            print("out of time; call again to go on", file=sys.stderr)
+    try:
+        staged(
+            log,
+            arguments.stages,
+            grid,
+            arguments.rounds,
+            arguments.tuning_rounds,
+            arguments.seeds,
+            noise,
+        )
+    except OutOfTime:
+        complete = False
+        print("out of time; call again to go on", file=sys.stderr)
     report.write(log.all(), arguments.out)
     # 75 says "try again" to a script.
     return 0 if complete else 75
