@@ -6,7 +6,8 @@ simulation and to pfl-research where they are installed, with the same model in 
 measurement is a process of its own (`--python` names the interpreter that has the peers); the
 methods take turns, `--repeats` times, on the same cores, and the median round counts. Start-up,
 compilation and one round of warming up are not in it; they are printed beside. Peak memory is that
-of the process and all its children together, pages that several share counted once.
+of the process and all its children together, pages that several share counted once; processor time
+likewise, which says more than the clock where the machine has other work.
 
     python -m benchmarks.federated                              ours, small model and the LSTM
     python -m benchmarks.federated --peers --python PEER/bin/python --out FILE
@@ -104,13 +105,16 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     jax.block_until_ready(next(run)[0])
     first = time.perf_counter() - start
     seconds = []
+    cpu = tree_cpu_seconds(os.getpid())
     for _ in range(-(-rounds // block)):
         start = time.perf_counter()
         jax.block_until_ready(next(run)[0])
         seconds.append((time.perf_counter() - start) / block)
+    cpu = tree_cpu_seconds(os.getpid()) - cpu
     device = jax.devices()[0]
     return {
         "seconds_per_round": statistics.median(seconds),
+        "cpu_seconds_per_round": cpu / (len(seconds) * block),
         "first_call_seconds": first - block * statistics.median(seconds),
         "versions": versions(),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -199,7 +203,7 @@ def row_of(case: dict) -> str:
         return statistics.median(run[name] for run in runs)
 
     return (
-        f"{start} {median('seconds_per_round'):.3g} | {1 / median('seconds_per_round'):.3g} | "
+        f"{start} {median('seconds_per_round'):.3g} | {median('cpu_seconds_per_round'):.3g} | "
         f"{median('first_call_seconds'):.1f} | {median('peak_megabytes'):.0f} |"
     )
 
@@ -239,6 +243,16 @@ def tree_megabytes(pid: int) -> float:
                 if line.startswith("Pss:"):
                     total += int(line.split()[1]) / 1024
     return total
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """Processor time of a process and its living descendants: what other work cannot distort."""
+    ticks = 0
+    for entry in _descendants(pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _descendants(pid: int) -> list[int]:
@@ -333,7 +347,9 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['machine']}; {ROWS} rows per user in batches of 16")
-    print("| model | users | width | method | s per round | rounds/s | start, s | peak, MB |")
+    print(
+        "| model | users | width | method | s per round | CPU s per round | start, s | peak, MB |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(map(row_of, cases)))
 

@@ -276,7 +276,10 @@ class TestCommand:
             ]
         for made in lines:
             command.records.append(tmp_path / "runs.jsonl", made)
-        assert command.main(["--out", str(tmp_path), "--plot-only"]) == 0
+        readme = tmp_path / "README.md"
+        readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+        out = str(tmp_path)
+        assert command.main(["--out", out, "--plot-only", "--readme", str(readme)]) == 0
         text = (tmp_path / "table.md").read_text()
         assert text in capsys.readouterr().out
         assert "STAND-IN" in text
@@ -288,6 +291,7 @@ class TestCommand:
         assert "| 3 | 80.0 |" in text
         assert "Mechanics only, not a result: 20 rounds" in text
         assert "ε = 123.4" in text
+        assert readme.read_text() == f"before\n{report.BEGIN}\n{text}{report.END}\nafter\n"
         figure = (tmp_path / "figure.svg").read_text()
         assert "STAND-IN" in figure
         assert "ε = 8.29" in figure

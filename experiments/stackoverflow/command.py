@@ -482,6 +482,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--plot-only", action="store_true", help="table and figure of finished runs; reads no data"
     )
+    parser.add_argument(
+        "--readme", type=Path, help="also write the table into the marked section of this file"
+    )
     arguments = parser.parse_args(argv)
     began = clock()
     lines = arguments.out / "runs.jsonl"
@@ -489,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = records.read(lines)
         if not found:
             parser.error(f"expected finished runs in {lines}, got none; leave out --plot-only")
-        report.write(report.newest(found), arguments.out)
+        report.write(report.newest(found), arguments.out, readme=arguments.readme)
         return 0
     if not arguments.data.exists():
         parser.error(
@@ -536,6 +539,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutOfTime:
         complete = False
         print("out of time; call again to go on", file=sys.stderr)
-    report.write(log.all(), arguments.out)
+    report.write(log.all(), arguments.out, readme=arguments.readme)
     # 75 says "try again" to a script.
     return 0 if complete else 75

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.records import Record
 
+BEGIN, END = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
 LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
 PAPER = {"cold": (18.52, 116.21), "warm": (21.2, 85.03), "pda": (21.77, 80.51)}
 # Okabe and Ito's palette; markers tell the lines apart in grey.
@@ -187,12 +188,16 @@ def figure(found: Sequence[Record], path: Path) -> None:
         drawing.savefig(path, metadata={"Date": None})
 
 
-def write(found: Sequence[Record], out: Path) -> None:
-    """Writes table.md and, where matplotlib is installed, figure.svg."""
+def write(found: Sequence[Record], out: Path, *, readme: Path | None = None) -> None:
+    """Writes table.md, the marked section of `readme`, and, with matplotlib there, figure.svg."""
     text = table(found)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(text)
     print(text)
+    if readme is not None:
+        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+        _, after = rest.split(END)
+        readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
     if not final(found):
         return
     try:
