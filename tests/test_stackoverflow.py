@@ -93,6 +93,13 @@ class TestPrepare:
         ranks = [data._rank(user, "split", 0) for user in users]
         assert len(set(ranks)) == len(users)
 
+    def test_a_sample_of_very_many_test_sentences(self, tsv, monkeypatch):
+        whole = data.prepare(tsv, num_public_users=5).test
+        monkeypatch.setattr(data, "MAX_EVALUATION", 7)
+        some = data.prepare(tsv, num_public_users=5)
+        assert len(some.test) == some.facts["test_sentences"] == 7 < len(whole)
+        assert {tuple(row) for row in some.test} <= {tuple(row) for row in whole}
+
     def test_the_vocabulary_is_public_unless_asked_otherwise(self, tsv):
         made = data.prepare(tsv, num_public_users=5)
         assert made.facts["vocabulary_from"] == "public"
@@ -220,6 +227,22 @@ class TestCommand:
         before = (tmp_path / "whole" / "runs.jsonl").read_text()
         assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
         assert (tmp_path / "whole" / "runs.jsonl").read_text() == before
+
+    def test_the_check_with_the_papers_noise(self, tsv, tmp_path, monkeypatch):
+        epsilon = mirrordp.accounting.Epsilon(
+            22.1, 1e-6, mirrordp.Adjacency.ZERO_OUT, mirrordp.Accountant.PLD, "PLD"
+        )
+        # With so little noise that takes a minute.
+        monkeypatch.setattr(command, "_guarantee", lambda made, rounds: epsilon)
+        assert command.main(self.arguments(tsv, tmp_path, "--stages", "check")) == 0
+        (record,) = command.records.read(tmp_path / "runs.jsonl")
+        assert record["job"]["noise_multiplier"] == 0.4
+        assert record["job"]["stage"] == "check"
+        assert np.isfinite(record["metrics"]["perplexity"])
+        text = (tmp_path / "table.md").read_text()
+        assert text.startswith("No final run yet.")
+        assert "Mechanics only, not a result: 4 rounds" in text
+        assert "ε = 22.1" in text
 
     def test_selection_never_sees_the_test_users(self):
         class Fake(command.Log):
