@@ -244,6 +244,16 @@ class TestCommand:
         assert "Mechanics only, not a result: 4 rounds" in text
         assert "ε = 22.1" in text
 
+    def test_fixed_size_cohorts_have_their_own_accounting(self, tsv):
+        prepared = data.prepare(tsv, num_public_users=5)
+        poisson = command.Task(prepared, None, {}, None, 4, None, 0.0, None)
+        fixed = dataclasses.replace(poisson, fixed_size=True)
+        made = command.mechanism(fixed, 4.0)
+        assert made.sampling.batch_size == 6
+        assert made.adjacency is mirrordp.Adjacency.REPLACE
+        assert made.epsilon(1e-6) > command.mechanism(poisson, 4.0).epsilon(1e-6)
+        assert fixed.key != poisson.key
+
     def test_selection_never_sees_the_test_users(self):
         class Fake(command.Log):
             def __init__(self):

@@ -39,7 +39,14 @@ from experiments.stackoverflow.data import (
     Prepared,
     prepare,
 )
-from mirrordp import Mechanism, PoissonSampling, federated, schedules
+from mirrordp import (
+    Adjacency,
+    FixedSizeSampling,
+    Mechanism,
+    PoissonSampling,
+    federated,
+    schedules,
+)
 from mirrordp.training import randomness
 
 ROOT = Path(__file__).parents[2]
@@ -85,39 +92,52 @@ class Task:
     users_per_pass: int | None
     deadline: float
     out: Path
+    fixed_size: bool = False
 
     @property
     def key(self) -> str:
         """Identifies the settings that every line shares."""
         shared = {"facts": self.prepared.facts, "size": self.size, "users": USERS_PER_ROUND}
-        return records.fingerprint(shared | {"public_per_round": self.public_per_round})
+        shared["public_per_round"] = self.public_per_round
+        return records.fingerprint(shared | ({"fixed_size": True} if self.fixed_size else {}))
+
+
+def _sampling(task: Task) -> dict[str, Any]:
+    """100 users a round, or as many as there are: expected, or exactly.
+
+    Exactly 100 are accounted for under replacement of a user, which has sensitivity 2C.
+    """
+    num_users = len(task.prepared.private)
+    users = min(USERS_PER_ROUND, num_users)
+    if task.fixed_size:
+        sampling = FixedSizeSampling(batch_size=users, num_examples=num_users)
+        return {"sampling": sampling, "adjacency": Adjacency.REPLACE}
+    return {"sampling": PoissonSampling.for_batch_size(users, num_examples=num_users)}
 
 
 def mechanism(task: Task, noise_multiplier: float) -> Mechanism:
-    """Poisson sampling of users, 100 expected; in units of the clip norm.
+    """The mechanism in units of the clip norm.
 
     Made for the rounds of the final runs also where a run takes fewer: all are one program.
     """
-    users = min(USERS_PER_ROUND, len(task.prepared.private))
     return Mechanism(
-        sampling=PoissonSampling.for_batch_size(users, num_examples=len(task.prepared.private)),
         l2_clip_norm=1.0,
         noise_multiplier=noise_multiplier,
         num_steps=task.total_rounds,
         unit="user",
+        **_sampling(task),
     )
 
 
 def calibrated(task: Task) -> float:
     """The noise multiplier that gives ε = 8.32 after the final runs' rounds."""
-    template = mechanism(task, 1.0)
     found = Mechanism.calibrate(
         epsilon=EPSILON,
         delta=DELTA,
-        sampling=template.sampling,
         num_steps=task.total_rounds,
         l2_clip_norm=1.0,
         unit="user",
+        **_sampling(task),
     )
     return found.noise_multiplier
 
@@ -320,7 +340,7 @@ def run(task: Task, job: Job) -> records.Record:
         "delta": DELTA,
         "adjacency": made.adjacency.value,
         "unit": made.unit,
-        "sampling": f"Poisson, q = {made.sampling.sampling_prob:.6g}",
+        "sampling": f"{made.sampling.name}, q = {made.sampling.sampling_prob:.6g}",
         "accountant": guarantee.method,
         "tuning_charged": False,
         "seconds": round(seconds + clock() - began, 1),
@@ -471,6 +491,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--divisors", type=int, nargs="+", default=DIVISORS,
                         help="i of alpha_t = cos(pi t / (i T))")  # fmt: skip
     parser.add_argument("--public-per-round", type=int, help="public users a round (all)")
+    parser.add_argument("--fixed-size", action="store_true",
+                        help="exactly 100 users a round, with the accounting of that")  # fmt: skip
     parser.add_argument("--users-per-pass", type=int,
                         help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
@@ -519,6 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.users_per_pass,
         began + arguments.max_seconds,
         arguments.out,
+        arguments.fixed_size,
     )
     log = Log(lines, task)
     grid = Grid(arguments.server_rates, arguments.client_rates, arguments.clips, arguments.divisors)
