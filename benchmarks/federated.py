@@ -32,6 +32,7 @@ from pathlib import Path
 ROWS, FEATURES, CLASSES = 32, 32, 10
 VOCABULARY, LENGTH = 10_004, 21
 MODELS = ("small", "lstm")
+OTHER_WIDTHS = {"small": (256, 1024), "lstm": (167, 335)}
 PEERS = ("flower", "pfl")
 PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
@@ -316,8 +317,9 @@ def main() -> None:
         width = arguments.width or {"small": 64, "lstm": 670}[model]
         sizes = [(users, width) for users in arguments.users]
         if arguments.scaling:
-            sizes += [(users, width) for users in (10, 30)]
-            sizes += [(arguments.users[0], part) for part in (width // 4, width // 2)]
+            most = max(arguments.users)
+            sizes = [(users, width) for users in (most // 4, most // 2, most)]
+            sizes += [(most, other) for other in OTHER_WIDTHS[model]]
         cases += [
             {"model": model, "users": users, "width": size, "method": method, "runs": []}
             for users, size in sizes
@@ -336,17 +338,17 @@ def main() -> None:
                 in_process(options, sys.executable if is_ours else arguments.python)
             )
             print(row_of(case), file=sys.stderr, flush=True)
-    result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "rows_per_user": ROWS,
-        "rounds": arguments.rounds,
-        "load_average": os.getloadavg(),
-        "cases": cases,
-    }
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['machine']}; {ROWS} rows per user in batches of 16")
+            result = {
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "rows_per_user": ROWS,
+                "rounds": arguments.rounds,
+                "load_average": os.getloadavg(),
+                "cases": cases,
+            }
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{platform.machine()}, {os.cpu_count()} cores; {ROWS} rows per user in batches of 16")
     print(
         "| model | users | width | method | s per round | CPU s per round | start, s | peak, MB |"
     )
