@@ -123,10 +123,13 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     }
 
 
-def paper_size(num_users: int, rows: int, rounds: int, users_per_pass: int | None) -> dict:
+def paper_size(
+    num_users: int, public_users: int, rows: int, rounds: int, users_per_pass: int | None
+) -> dict:
     """Rounds of the paper's StackOverflow run on made-up sentences, and what 1,600 of them take.
 
-    Every user has as many sentences as the paper allows, so that no real cohort has more to do.
+    Every user has as many sentences as the paper allows, so no real cohort has more to do. With
+    public users this is PDA-DPMD, all of them in every round; without, DP-FedAvg.
     """
     import jax
     import numpy as np
@@ -138,6 +141,10 @@ def paper_size(num_users: int, rows: int, rounds: int, users_per_pass: int | Non
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, VOCABULARY, (num_users * rows, LENGTH), dtype=np.int16)
     private = mirrordp.PrivateClients(tokens, np.full(num_users, rows), None, rows)
+    public = None
+    if public_users:
+        own = rng.integers(1, VOCABULARY, (public_users * rows, LENGTH), dtype=np.int16)
+        public = mirrordp.PublicClients(own, np.full(public_users, rows), None, rows)
     network = models.stackoverflow_lstm()
     params = network.init(jax.random.key(0))
     cohort = min(100, num_users // 2)
@@ -153,7 +160,9 @@ def paper_size(num_users: int, rows: int, rounds: int, users_per_pass: int | Non
         network.loss,
         params,
         private,
+        public,
         mechanism=mechanism,
+        alpha=0.9 if public_users else 1.0,
         client_learning_rate=0.5,
         rounds_per_call=block,
         users_per_pass=users_per_pass,
@@ -178,6 +187,7 @@ def paper_size(num_users: int, rows: int, rounds: int, users_per_pass: int | Non
         "seconds_per_round": seconds,
         "label": "synthetic users of the paper's shape; 1,600 rounds are extrapolated",
         "users": num_users,
+        "public_users": public_users,
         "expected_users_per_round": cohort,
         "sentences_per_user": rows,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -282,6 +292,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="interpreter with the peers")
     parser.add_argument("--paper-size", action="store_true", help="ours alone, on one device")
     parser.add_argument("--num-users", type=int, default=PAPER_USERS, help="with --paper-size")
+    parser.add_argument("--public-users", type=int, default=100, help="with --paper-size")
     parser.add_argument("--rows", type=int, default=PAPER_ROWS, help="with --paper-size")
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--one", choices=("ours", *PEERS), help=argparse.SUPPRESS)
@@ -304,7 +315,11 @@ def main() -> None:
         return
     if arguments.paper_size:
         result = paper_size(
-            arguments.num_users, arguments.rows, arguments.rounds, arguments.users_per_pass
+            arguments.num_users,
+            arguments.public_users,
+            arguments.rows,
+            arguments.rounds,
+            arguments.users_per_pass,
         )
         text = json.dumps(result, indent=1)
         print(text)
