@@ -10,8 +10,9 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -118,7 +119,7 @@ def mechanism(batch_size: int, num_examples: int, num_steps: int) -> Mechanism:
     )
 
 
-def whole(network: str, batch_size: int, num_steps: int) -> list[Row]:
+def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[int]) -> list[Row]:
     """Whole steps inside `train` and `train_sweep`, compilation left out."""
     num_examples = 20 * batch_size
     net, arrays = problem(network, num_examples)
@@ -151,7 +152,7 @@ def whole(network: str, batch_size: int, num_steps: int) -> list[Row]:
     for name, alpha in (("train: DP-SGD", 1.0), ("train: PDA-DPMD", 0.9)):
         steps = mirrordp.train(net.loss, params, private, public, alpha=alpha, **options)
         rows.append(Row(network, name, timed(steps)))
-    for size in SWEEP_SIZES[network]:
+    for size in sweep_sizes:
         runs = [
             Run(seed=number, hyperparams={"learning_rate": 0.1 + number}) for number in range(size)
         ]
@@ -163,20 +164,30 @@ def whole(network: str, batch_size: int, num_steps: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument(
+        "--sweep-sizes", nargs="*", type=int, help="runs that train together (none: no sweeps)"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"
     rows = []
     for network in arguments.networks:
-        batch_size = NETWORKS[network]
-        rows += parts(network, batch_size, 5, 0.3 if device == "gpu" else 1.0)
-        rows += whole(network, batch_size, STEPS[device])
+        batch_size, sizes = NETWORKS[network], arguments.sweep_sizes
+        if sizes is None:
+            sizes = SWEEP_SIZES[network]
+        for found in (
+            parts(network, batch_size, 5, 0.3 if device == "gpu" else 1.0),
+            whole(network, batch_size, STEPS[device], sizes),
+        ):
+            rows += found
+            for row in found:
+                print(f"{row.network}: {row.part} {row.milliseconds:.3f} ms", file=sys.stderr)
     print("| network | part | ms |\n|---|---|---|")
     for row in rows:
         print(f"| {row.network} | {row.part} | {row.milliseconds:.3f} |")
     if arguments.json:
-        found = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        result = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

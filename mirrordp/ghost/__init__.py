@@ -265,9 +265,10 @@ def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
         if view.axes is None:
             return tuple((view.layout, part) for part in (groups, left, right))
         named = view.axes
-        return tuple(
+        groups, left, right = (
             tuple(named[i] for i in part if named[i] is not None) for part in (groups, left, right)
         )
+        return view.stacked + groups, left, right
 
     first = canonical(sites[0])
     swaps = []
@@ -275,7 +276,7 @@ def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
         groups, left, right = canonical(site)
         if (groups, left, right) == first:
             swaps.append(False)
-        elif (groups, right, left) == first and not groups:
+        elif (groups, right, left) == first and not _factors.axes(site).groups:
             swaps.append(True)
         else:
             return None
@@ -325,21 +326,24 @@ def _clipped_sum(
 
 
 def _backward(split: _Split, rows: list[jax.Array], batch_size: int):
-    """Losses, captured operands and cotangents of all sites, example by example."""
+    """Losses, captured operands and cotangents of all sites, example by example.
+
+    The probes are made inside the map over examples: given from outside they would force their
+    batch axis on the layers' outputs, and a scan's outputs (time first) would be transposed.
+    """
     program = split.program
-    probes = [
-        [jnp.zeros((batch_size, *shape.shape), shape.dtype) for shape in site.probe_shapes()]
-        for site in program.sites
-    ]
 
-    def forward(probes):
-        run = lambda rows, probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
-        losses, captured = jax.vmap(run, axis_size=batch_size)(rows, probes)
-        return losses, captured
+    def one_example(rows):
+        probes = [
+            [jnp.zeros(shape.shape, shape.dtype) for shape in site.probe_shapes()]
+            for site in program.sites
+        ]
+        forward = lambda probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
+        loss, pull, captured = jax.vjp(forward, probes, has_aux=True)
+        (cotangents,) = pull(jnp.ones_like(loss))
+        return loss, captured, cotangents
 
-    losses, pull, captured = jax.vjp(forward, probes, has_aux=True)
-    (cotangents,) = pull(jnp.ones_like(losses))
-    return losses, captured, cotangents
+    return jax.vmap(one_example, axis_size=batch_size)(rows)
 
 
 def _fallback_gradients(split: _Split, captured, cotangents) -> list[jax.Array]:

@@ -15,9 +15,10 @@ each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (uni
 is added to the norm before clipping.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,17 +35,49 @@ PIECE = 2**15
 """Patches of a convolution are formed so many numbers per example at a time."""
 
 
-class Side(NamedTuple):
-    """One side of the outer products: vectors, or one-hot vectors given by where their one is.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pixels"],
+    meta_fields=["window", "out", "strides", "dilation"],
+)
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """The input of a convolution, of which the patches are copies.
 
     Attributes:
-        pieces: the vectors [B, G, T, K], cut along K so that the patches of a convolution, which
-            repeat its input many times over, need not be in memory all at once.
-        ones: for one-hot vectors, [B, 1, T]; -1 for a vector of zeros.
+        pixels: padded images [B, G, n, spatial..., C], n of them per example.
+        window: the size of the kernel, axis by axis.
+        out: the positions of the kernel, axis by axis.
+        strides: between positions.
+        dilation: between the weights of the kernel.
     """
 
-    pieces: tuple[Array, ...] = ()
+    pixels: Array
+    window: tuple[int, ...]
+    out: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def seen(self, array: Array, axis: int, offset: int, at: int) -> Array:
+        """What the weights at `offset` of an axis of the window see along axis `at` of an array."""
+        start = offset * self.dilation[axis]
+        stride = self.strides[axis]
+        stop = start + (self.out[axis] - 1) * stride + 1
+        return lax.slice_in_dim(array, start, stop, stride, axis=at)
+
+
+class Side(NamedTuple):
+    """One side of the outer products, as one of three.
+
+    Attributes:
+        vectors: the vectors, [B, G, T, K].
+        ones: for one-hot vectors, [B, 1, T]; -1 for a vector of zeros.
+        images: for patches of images, the images.
+    """
+
+    vectors: Array | None = None
     ones: Array | None = None
+    images: Images | None = None
 
 
 class Factors(NamedTuple):
@@ -85,7 +118,8 @@ def is_factored(site: Site) -> bool:
         case "conv_general_dilated":
             return site.param_positions == (1,) and site.params["batch_group_count"] == 1
         case "gather":
-            return site.param_positions == (0,) and _is_row_lookup(site)
+            is_stacked = any(site.varies[0])
+            return site.param_positions == (0,) and not is_stacked and _is_row_lookup(site)
         case _:
             return False
 
@@ -111,21 +145,28 @@ def sizes(site: Site) -> Sizes:
     """The sizes of a factored site, from shapes alone."""
     (weight,) = site.param_shapes
     (out,) = site.out_shapes
-    loops = math.prod(site.loops)
+    stacks, loops = (math.prod(lengths) for lengths in _loops(site))
     total = math.prod(out.shape)
     match site.name:
         case "dot_general":
             groups, left, right = (math.prod(weight.shape[i] for i in part) for part in axes(site))
-            return Sizes(loops * total // max(groups * right, 1), left, right, groups)
+            return Sizes(loops * total // max(groups * right, 1), left, right, stacks * groups)
         case "conv_general_dilated":
             groups = site.params["feature_group_count"]
             outputs = weight.shape[site.params["dimension_numbers"].rhs_spec[0]]
             left = math.prod(weight.shape) // outputs
-            return Sizes(loops * total // outputs, left, outputs // groups, groups)
+            return Sizes(loops * total // outputs, left, outputs // groups, stacks * groups)
         case "gather":
             right = math.prod(weight.shape[1:])
             return Sizes(loops * total // max(right, 1), weight.shape[0], right, 1)
     raise AssertionError(site.name)
+
+
+def _loops(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of the loops in which a factored site's weight differs, and of the others."""
+    (varies,) = site.varies
+    chosen = [[n for n, v in zip(site.loops, varies, strict=True) if v == w] for w in (True, False)]
+    return tuple(chosen[0]), tuple(chosen[1])
 
 
 def axes(site: Site) -> Axes:
@@ -149,18 +190,42 @@ def axes(site: Site) -> Axes:
 def factors(site: Site, captured: Sequence[Array], cotangent: Array) -> Factors:
     """The factors of a factored site, for all examples.
 
+    Iterations of a loop that see one weight are positions; where each sees its own (a loop over
+    stacked layers), they are groups.
+
     Args:
         site: the site.
         captured: its BATCH operand, [B, *loops, ...].
         cotangent: of its output, [B, *loops, ...].
     """
+    stacks, loops = _loops(site)
+    if not stacks:
+        return _factors_of(site, captured[0], cotangent)
+    depths = range(len(site.loops))
+    order = sorted(depths, key=lambda depth: not site.varies[0][depth])
+    batch = captured[0].shape[0]
+
+    def with_stacks_in_batch(array: Array) -> Array:
+        array = array.transpose(0, *(1 + i for i in order), *range(1 + len(order), array.ndim))
+        return array.reshape(-1, *array.shape[1 + len(stacks) :])
+
+    def with_stacks_in_groups(array: Array) -> Array:
+        groups = math.prod(stacks) * array.shape[1]
+        return array.reshape(batch, groups, *array.shape[2:])
+
+    inner = dataclasses.replace(site, loops=loops, varies=((False,) * len(loops),))
+    found = _factors_of(inner, *(with_stacks_in_batch(array) for array in (captured[0], cotangent)))
+    return jax.tree.map(with_stacks_in_groups, found)
+
+
+def _factors_of(site: Site, operand: Array, cotangent: Array) -> Factors:
     match site.name:
         case "dot_general":
-            return _dot_factors(site, captured[0], cotangent)
+            return _dot_factors(site, operand, cotangent)
         case "conv_general_dilated":
-            return _conv_factors(site, captured[0], cotangent)
+            return _conv_factors(site, operand, cotangent)
         case "gather":
-            return _gather_factors(site, captured[0], cotangent)
+            return _gather_factors(site, operand, cotangent)
     raise AssertionError(site.name)
 
 
@@ -183,7 +248,7 @@ def _dot_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     else:
         theirs = [i + len(free) for i in theirs]
     right = _arrange(cotangent, first, range(num_batch), theirs, ours)
-    return Factors(Side((left,)), Side((right,)))
+    return Factors(Side(left), Side(right))
 
 
 def _arrange(array: Array, first: int, groups, positions, entries) -> Array:
@@ -218,46 +283,91 @@ def _conv_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     deltas = deltas.transpose([0, 1 + out_spec[0], *(1 + i for i in out_spec[2:]), 1 + out_spec[1]])
     deltas = deltas.reshape(-1, *deltas.shape[2:])
 
-    out_spatial = deltas.shape[1:-1]
-    positions = math.prod(out_spatial)
-    channels = images.shape[-1] // groups
-    per_piece = max(1, PIECE // (positions * images.shape[-1]))
-    shifts = _shifted(images, window, out_spatial, params)
-    pieces = []
-    for start in range(0, len(shifts), per_piece):
-        part = jnp.stack(shifts[start : start + per_piece], axis=-2)  # [M, spatial, shifts, C]
-        part = part.reshape(batch, -1, part.shape[-2], groups, channels)
-        part = part.transpose(0, 3, 1, 2, 4)
-        pieces.append(part.reshape(batch, groups, part.shape[2], -1))
-    right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
-    return Factors(Side(tuple(pieces)), Side((right,)))
-
-
-def _shifted(images: Array, window: Sequence[int], out_spatial, params) -> list[Array]:
-    """What each weight of the window sees of [M, spatial..., C]: a list of [M, out..., C]."""
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
     config = [
         (low, high, interior - 1)
         for (low, high), interior in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
-    zero = jnp.zeros([], images.dtype)
-    padded = lax.pad(images, zero, [(0, 0, 0), *config, (0, 0, 0)])
-    shifts = []
-    for offset in np.ndindex(*window):
-        start = [o * d for o, d in zip(offset, dilation, strict=True)]
-        stop = [
-            s + (n - 1) * stride + 1
-            for s, n, stride in zip(start, out_spatial, strides, strict=True)
-        ]
-        shifts.append(
-            lax.slice(
-                padded,
-                [0, *start, 0],
-                [padded.shape[0], *stop, padded.shape[-1]],
-                [1, *strides, 1],
-            )
-        )
-    return shifts
+    padded = lax.pad(images, jnp.zeros([], images.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    padded = padded.reshape(batch, -1, *padded.shape[1:-1], groups, padded.shape[-1] // groups)
+    seen = Images(
+        jnp.moveaxis(padded, -2, 1),
+        tuple(window),
+        deltas.shape[1:-1],
+        tuple(params["window_strides"]),
+        tuple(params["rhs_dilation"]),
+    )
+    right = deltas.reshape(batch, -1, groups, deltas.shape[-1] // groups).transpose(0, 2, 1, 3)
+    return Factors(Side(images=seen), Side(right))
+
+
+def _map_pieces(function: Callable[[Array], Array], side: Side) -> list[Array]:
+    """`function` of a side's vectors [B, G, T, K], of patches piece by piece along K.
+
+    Patches repeat their images many times over, so one piece is in memory at a time: the barrier
+    keeps the compiler from making all of them first.
+    """
+    if side.images is None:
+        assert side.vectors is not None
+        return [function(side.vectors)]
+    source, cuts = _patches(side.images)
+    results = []
+    for cut in cuts:
+        result = function(cut(source))
+        if len(cuts) > 1:
+            source, result = lax.optimization_barrier((source, result))
+        results.append(result)
+    return results
+
+
+def _patches(images: Images) -> tuple[Array, list[Callable[[Array], Array]]]:
+    """What the weights of the window see, weight by weight: an array, and how pieces come of it.
+
+    Stacking all shifts of the images at once is slow on a GPU when they are many (each entry of the
+    result searches for its operand), so the axes of the window are stacked one after the other,
+    last axis first. Only where a row of the window is too large a piece its shifts are taken one by
+    one.
+    """
+    pixels, window = images.pixels, images.window
+    rank, channels = len(window), pixels.shape[-1]
+    shift = max(1, math.prod((*pixels.shape[1:3], *images.out, channels)))
+    rows = PIECE // (shift * math.prod(window[1:]))
+    positions = pixels.shape[2] * math.prod(images.out)
+
+    def stacked(parts: list[Array]) -> Array:
+        return jnp.stack(parts, axis=3 + rank)
+
+    def flat(part: Array) -> Array:
+        """[B, G, n, out..., shifts..., C] as [B, G, T, K]."""
+        return part.reshape(*pixels.shape[:2], positions, -1)
+
+    def shifts(offsets: Sequence[tuple[int, ...]], source: Array) -> Array:
+        seen = []
+        for offset in offsets:
+            part = source
+            for axis, i in enumerate(offset):
+                part = images.seen(part, axis, i, at=3 + axis)
+            seen.append(part)
+        return flat(stacked(seen))
+
+    def some_rows(offsets: Sequence[int], source: Array) -> Array:
+        return flat(stacked([images.seen(source, 0, i, at=3) for i in offsets]))
+
+    if not rows:
+        offsets = list(np.ndindex(*window))
+        cuts = [functools.partial(shifts, some) for some in _chunks(offsets, PIECE // shift)]
+        return pixels, cuts
+    source = pixels
+    for axis in reversed(range(1, rank)):
+        source = stacked([images.seen(source, axis, i, at=3 + axis) for i in range(window[axis])])
+        # Without the barrier the compiler would merge the stages into one.
+        source = lax.optimization_barrier(source)
+    cuts = [functools.partial(some_rows, some) for some in _chunks(range(window[0]), rows)]
+    return source, cuts
+
+
+def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    size = max(1, size)
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
@@ -270,7 +380,7 @@ def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
     index = jnp.where((index >= 0) & (index < rows), index, -1)
     right = cotangent.reshape(batch, 1, index.shape[-1], math.prod(weight.shape[1:]))
     right = jnp.where(index[..., None] >= 0, right, 0)
-    return Factors(Side(ones=index), Side((right,)))
+    return Factors(Side(ones=index), Side(right))
 
 
 def gram(parts: Sequence[Factors], *, margin: float) -> Array:
@@ -318,23 +428,55 @@ def clip_factors(
 def _inner(one: Side, other: Side) -> Array:
     """Inner products of all vectors of one side with all of another: [B, G, T, S]."""
     if one.ones is None and other.ones is None:
-        ours, theirs = one.pieces, other.pieces
-        if [piece.shape[-1] for piece in ours] != [piece.shape[-1] for piece in theirs]:
-            # One kernel at two resolutions was cut differently.
-            ours, theirs = ((jnp.concatenate(pieces, axis=-1),) for pieces in (ours, theirs))
-        products = [_products(x, y) for x, y in zip(ours, theirs, strict=True)]
-        return functools.reduce(jnp.add, products)
+        if one.images and other.images and _prefers_pixels(one.images, other.images):
+            return _pixel_products(one.images, other.images)
+        ours, theirs = (jnp.concatenate(_map_pieces(_wide, side), axis=-1) for side in (one, other))
+        return _products(ours, theirs)
     if one.ones is not None and other.ones is not None:
         same = one.ones[..., :, None] == other.ones[..., None, :]
         return (same & (one.ones[..., :, None] >= 0)).astype(wide_dtype())
     if one.ones is None:
         return _inner(other, one).swapaxes(-1, -2)
     # One-hot vectors pick entries: ⟨e_k, x⟩ = x_k, for ones [B, 1, T] and vectors [B, 1, S, K].
-    (vectors,) = other.pieces
+    assert other.vectors is not None
     picked = jnp.take_along_axis(
-        vectors[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
+        other.vectors[:, :, None], jnp.maximum(one.ones, 0)[..., :, None, None], axis=-1
     )[..., 0]
     return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
+
+
+def _all_vectors(side: Side) -> Array:
+    return jnp.concatenate(_map_pieces(lambda vectors: vectors, side), axis=-1)
+
+
+def _prefers_pixels(one: Images, other: Images) -> bool:
+    """Whether inner products of all pixels are at most half the work of those of all patches."""
+    pixels = math.prod(one.pixels.shape[2:-1]) * math.prod(other.pixels.shape[2:-1])
+    patches = (
+        math.prod(one.out) * math.prod(other.out) * one.pixels.shape[2] * other.pixels.shape[2]
+    )
+    return 2 * pixels <= patches * math.prod(one.window)
+
+
+def _pixel_products(one: Images, other: Images) -> Array:
+    """Inner products of all patches of one side with all of another, [B, G, T, S], from pixels.
+
+    ⟨patch_t, patch_s⟩ = Σ_δ ⟨x_{t+δ}, y_{s+δ}⟩: inner products of pixels, summed over the window,
+    one axis of it at a time.
+    """
+    x, y = one.pixels, other.pixels
+    rank = len(one.window)
+    flat = lambda array: _wide(array.reshape(*array.shape[:2], -1, array.shape[-1]))  # noqa: E731
+    products = jnp.einsum("bgpc,bgqc->bgpq", flat(x), flat(y))
+    products = products.reshape(*x.shape[:-1], *y.shape[2:-1])
+    for axis in reversed(range(rank)):
+        # Axes: B, G, n, spatial..., m, spatial...
+        terms = [
+            other.seen(one.seen(products, axis, i, at=3 + axis), axis, i, at=4 + rank + axis)
+            for i in range(one.window[axis])
+        ]
+        products = functools.reduce(jnp.add, terms)
+    return products.reshape(*x.shape[:2], x.shape[2] * math.prod(one.out), -1)
 
 
 def _products(one: Array, other: Array) -> Array:
@@ -354,12 +496,25 @@ def _spread(part: Factors) -> Array:
 def _lengths(side: Side) -> Array:
     if side.ones is not None:
         return (side.ones >= 0).astype(wide_dtype())
-    squares = [(_wide(piece) ** 2).sum(axis=-1) for piece in side.pieces]
-    return jnp.sqrt(functools.reduce(jnp.add, squares))
+    if side.images is not None:
+        return jnp.sqrt(_patch_squares(side.images))
+    assert side.vectors is not None
+    return jnp.sqrt((_wide(side.vectors) ** 2).sum(axis=-1))
+
+
+def _patch_squares(images: Images) -> Array:
+    """Squared lengths of all patches, [B, G, T]: those of the pixels, summed over the window."""
+    squares = (_wide(images.pixels) ** 2).sum(axis=-1)
+    for axis in reversed(range(len(images.window))):
+        terms = [images.seen(squares, axis, i, at=3 + axis) for i in range(images.window[axis])]
+        squares = functools.reduce(jnp.add, terms)
+    return squares.reshape(*squares.shape[:2], -1)
 
 
 def _entries(side: Side) -> int:
-    return sum(piece.shape[-1] for piece in side.pieces) or 1
+    if side.images is not None:
+        return math.prod(side.images.window) * side.images.pixels.shape[-1]
+    return 1 if side.vectors is None else side.vectors.shape[-1]
 
 
 def explicit(site: Site, part: Factors) -> Array:
@@ -368,8 +523,9 @@ def explicit(site: Site, part: Factors) -> Array:
     Both the norm and the clipped sum are taken of what this returns, so its rounding does not
     matter for the bound.
     """
-    (right,) = part.right.pieces
-    products = [_product("bgtk,bgtn->bgkn", site, piece, right) for piece in part.left.pieces]
+    right = part.right.vectors
+    assert right is not None
+    products = _map_pieces(lambda left: _product("bgtk,bgtn->bgkn", site, left, right), part.left)
     return jnp.concatenate(products, axis=-2)
 
 
@@ -378,12 +534,14 @@ def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
 
     Rows of weight zero take no part whatever they hold: 0 · NaN is not 0.
     """
-    (right,) = part.right.pieces
-    right = scaled(right, weights)
+    assert part.right.vectors is not None
+    right = scaled(part.right.vectors, weights)
     if part.left.ones is None:
-        lefts = [scaled(piece, weights > 0) for piece in part.left.pieces]
-        products = [_product("bgtk,bgtn->gkn", site, left, right) for left in lefts]
-        return jnp.concatenate(products, axis=-2)
+
+        def product(left: Array) -> Array:
+            return _product("bgtk,bgtn->gkn", site, scaled(left, weights > 0), right)
+
+        return jnp.concatenate(_map_pieces(product, part.left), axis=-2)
     (weight,) = site.param_shapes
     # A row outside the table is dropped; -1 would count from the end.
     index = jnp.where(part.left.ones >= 0, part.left.ones, weight.shape[0]).reshape(-1)
@@ -414,8 +572,10 @@ def squared_norm(array: Array) -> Array:
 
 
 def weight_gradient(site: Site, gradient: Array) -> Array:
-    """[..., G, K, N] in the weight's own layout [..., *weight.shape]."""
+    """[..., G, K, N] in the weight's own layout [..., *stacks, *weight.shape]."""
     (weight,) = site.param_shapes
+    stacks, _ = _loops(site)
+    gradient = gradient.reshape(*gradient.shape[:-3], *stacks, -1, *gradient.shape[-2:])
     lead, shape = gradient.shape[:-3], weight.shape
     groups, left, right = axes(site)
     order = (*groups, *left, *right)

@@ -14,7 +14,8 @@ site's cotangent, example by example; from those and the BATCH operands everythi
 
 The jaxpr is interpreted three times, always in the same order, so that sites can be counted off:
 to find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and
-to compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop.
+to compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop;
+so do PARAM operands where a scan goes over parameters, as with stacked layers.
 """
 
 import dataclasses
@@ -43,21 +44,32 @@ class View(NamedTuple):
 
     `layout` names the arrangement: equal layouts of one leaf are equal arrays. Where it is a pure
     permutation of axes, `axes` gives the leaf's axis for each axis of the value (None for an axis
-    of size one that was inserted).
+    of size one that was inserted). `stacked` gives the leaf's axes that loops go over, outermost
+    loop first; the value is then what one iteration sees.
     """
 
     leaf: int
     layout: tuple
     axes: tuple[int | None, ...] | None
+    stacked: tuple[int, ...] = ()
 
 
 class Value(NamedTuple):
-    """A value in the interpretation: its kind, itself (None where not computed), its origins."""
+    """A value in the interpretation.
+
+    Attributes:
+        kind: what it depends on.
+        value: itself; None where it is not computed.
+        view: of a PARAM value, if it is a rearranged leaf.
+        leaves: that a PARAM value depends on.
+        varies: the enclosing loops (0 is the outermost) whose iterations see different PARAMs.
+    """
 
     kind: Kind
     value: Any
     view: View | None = None
     leaves: frozenset[int] = frozenset()
+    varies: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +84,10 @@ class Site:
         views: of each PARAM operand, its View or None.
         leaves: the parameter leaves that the PARAM operands depend on.
         param_positions: which operands of the equation are PARAM.
-        param_shapes: shape and dtype of each PARAM operand.
+        param_shapes: shape and dtype of each PARAM operand, without loop axes.
         loops: lengths of the enclosing scans, outermost first.
+        varies: for each PARAM operand and loop, whether iterations see different parameters; the
+            operand then has an axis for that loop.
         out_shapes: shape and dtype of the outputs, without loop axes.
         captures: which operands are captured for use after the backward pass.
     """
@@ -86,14 +100,16 @@ class Site:
     param_positions: tuple[int, ...]
     param_shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: tuple[int, ...]
+    varies: tuple[tuple[bool, ...], ...]
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]
     captures: tuple[int, ...]
 
     def applied(self) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-        """`apply` over the loop axes (the parameters are the same in every iteration)."""
+        """`apply` over the loop axes."""
         fun = self.apply
-        for length in reversed(self.loops):
-            fun = jax.vmap(fun, in_axes=(None, 0), out_axes=0, axis_size=length)
+        for depth in reversed(range(len(self.loops))):
+            axes = [0 if varies[depth] else None for varies in self.varies]
+            fun = jax.vmap(fun, in_axes=(axes, 0), out_axes=0, axis_size=self.loops[depth])
         return fun
 
     def probe_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -223,21 +239,24 @@ class _Interpreter:
             return self.jaxpr(inner.jaxpr if closed else inner, consts, inputs)
         if Kind.BATCH not in kinds:
             return self.plain(eqn, inputs, Kind.PARAM)
-        if name == "scan" and not self._scans_over_parameters(eqn, inputs):
+        if name == "scan":
             return self.scan(eqn, inputs)
         return self.site(eqn, inputs)
 
     def plain(self, eqn, inputs: list[Value], kind: Kind) -> list[Value]:
         """An equation that is no site: just evaluated, unless its inputs are unknown here."""
         leaves = frozenset().union(*(value.leaves for value in inputs))
+        varies = frozenset().union(*(value.varies for value in inputs))
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
         outputs = _bind(eqn, [value.value for value in inputs])
         views = [None] * len(outputs)
         if kind is Kind.PARAM and len(inputs) == 1:
             views = [_view_after(eqn, inputs[0].view)]
+        if kind is not Kind.PARAM:
+            return [Value(kind, output) for output in outputs]
         return [
-            Value(kind, output, view, leaves if kind is Kind.PARAM else frozenset())
+            Value(kind, output, view, leaves, varies)
             for output, view in zip(outputs, views, strict=True)
         ]
 
@@ -306,6 +325,9 @@ class _Interpreter:
                     param_positions=positions,
                     param_shapes=tuple(_shape(v.value) for v in given),
                     loops=self.loops,
+                    varies=tuple(
+                        tuple(depth in v.varies for depth in range(len(self.loops))) for v in given
+                    ),
                     out_shapes=tuple(
                         jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in wanted
                     ),
@@ -321,13 +343,11 @@ class _Interpreter:
             outputs[i] = outputs[i] + probe
         return [Value(Kind.BATCH, output) for output in outputs]
 
-    @staticmethod
-    def _scans_over_parameters(eqn, inputs: list[Value]) -> bool:
-        start = sum(_scan_arity(eqn))
-        return any(value.kind is Kind.PARAM for value in inputs[start:])
-
     def scan(self, eqn, inputs: list[Value]) -> list[Value]:
-        """A loop whose constants hold parameters: sites inside it, probed at every iteration."""
+        """A loop with parameters among its constants or what it goes over.
+
+        There are sites inside it, probed at every iteration.
+        """
         num_consts, num_carry = _scan_arity(eqn)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         consts = inputs[:num_consts]
@@ -335,28 +355,29 @@ class _Interpreter:
             self.lift(value) if value.kind is Kind.PARAM else value
             for value in inputs[num_consts : num_consts + num_carry]
         ]
-        rest = inputs[num_consts + num_carry :]
-        body_consts = [Value(Kind.CONST, const) for const in body.consts]
-        outer = self.loops
+        rest = [
+            value if value.kind is Kind.PARAM else value._replace(kind=Kind.BATCH)
+            for value in inputs[num_consts + num_carry :]
+        ]
         if self.mode is _Mode.OPERANDS:
-            # Everything PARAM in the body is loop-invariant, so it is computed here, outside.
-            self.loops = (*outer, length)
-            unknown = [Value(Kind.BATCH, None)] * (num_carry + len(rest))
-            self.jaxpr(body.jaxpr, body_consts, [*consts, *unknown])
-            self.loops = outer
+            sites, operands = _sites_of_body(body, consts, num_carry, rest, (*self.loops, length))
+            self.sites += sites
+            self.operands += operands
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
 
         first = len(self.captured)
-        num_sites = _count_sites(body, consts, num_carry + len(rest))
+        num_sites = _count_sites(body, consts, num_carry, rest, length)
         probes = [list(p) for p in self.probes[first : first + num_sites]]
+        body_consts = [Value(Kind.CONST, const) for const in body.consts]
 
         def step(state, inputs):
             xs, probes = inputs
             inner = _Interpreter(_Mode.FORWARD, probes)
-            batch = [Value(Kind.BATCH, value) for value in [*state, *xs]]
-            outputs = inner.jaxpr(body.jaxpr, body_consts, [*consts, *batch])
-            values = [output.value for output in outputs]
-            return values[:num_carry], (values[num_carry:], inner.captured)
+            values = [Value(Kind.BATCH, value) for value in state]
+            values += [Value(of.kind, value) for of, value in zip(rest, xs, strict=True)]
+            outputs = inner.jaxpr(body.jaxpr, body_consts, [*consts, *values])
+            outputs = [output.value for output in outputs]
+            return outputs[:num_carry], (outputs[num_carry:], inner.captured)
 
         state, (stacked, captured) = jax.lax.scan(
             step,
@@ -379,19 +400,77 @@ def _scan_arity(eqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def _count_sites(body, consts: Sequence[Value], num_unknown: int) -> int:
+def _sites_of_body(
+    body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], loops: tuple[int, ...]
+) -> tuple[list[Site], list[tuple]]:
+    """The sites inside a loop and their PARAM operands, which are computed outside of it.
+
+    A PARAM in the body is the same in all iterations, or a function of slices of what the loop goes
+    over; in the second case the operand gets a leading axis, that of the loop.
+    """
+    inner = _Interpreter(_Mode.OPERANDS)
+    inner.loops = loops
+    depth = len(loops) - 1
+    body_consts = [Value(Kind.CONST, const) for const in body.consts]
+    over = [value for value in rest if value.kind is Kind.PARAM]
+    varies: list[list[bool]] = []
+
+    def one_iteration(slices):
+        remaining = iter(slices)
+        inputs = [
+            Value(
+                Kind.PARAM,
+                next(remaining),
+                _sliced(value.view),
+                value.leaves,
+                value.varies | {depth},
+            )
+            if value.kind is Kind.PARAM
+            else Value(Kind.BATCH, None)
+            for value in rest
+        ]
+        unknown = [Value(Kind.BATCH, None)] * num_carry
+        inner.jaxpr(body.jaxpr, body_consts, [*consts, *unknown, *inputs])
+        varies.extend([of[depth] for of in site.varies] for site in inner.sites)
+        return inner.operands
+
+    if not over:
+        return inner.sites, one_iteration([])
+    operands = jax.vmap(one_iteration, axis_size=loops[-1])([value.value for value in over])
+    operands = [
+        tuple(value if differs else value[0] for value, differs in zip(values, differ, strict=True))
+        for values, differ in zip(operands, varies, strict=True)
+    ]
+    return inner.sites, operands
+
+
+def _sliced(view: View | None) -> View | None:
+    """The view of one slice along the first axis, where a loop goes over a PARAM value."""
+    if view is None or view.axes is None or view.axes[0] is None:
+        return None
+    stacked, axes = (*view.stacked, view.axes[0]), view.axes[1:]
+    return View(view.leaf, ("axes", axes, stacked), axes, stacked)
+
+
+def _count_sites(
+    body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], length: int
+) -> int:
     """The number of sites in a loop's body, found by walking it once more without values."""
-    counter = _Interpreter(_Mode.OPERANDS)
+    known = [*consts, *(value for value in rest if value.kind is Kind.PARAM)]
+    found = []
 
     def record(values):
-        known = [v._replace(value=value) for v, value in zip(consts, values, strict=True)]
-        unknown = [Value(Kind.BATCH, None)] * num_unknown
-        body_consts = [Value(Kind.CONST, const) for const in body.consts]
-        counter.jaxpr(body.jaxpr, body_consts, [*known, *unknown])
+        given = iter(values)
+        consts_now = [value._replace(value=next(given)) for value in consts]
+        rest_now = [
+            value._replace(value=next(given)) if value.kind is Kind.PARAM else value
+            for value in rest
+        ]
+        found.extend(_sites_of_body(body, consts_now, num_carry, rest_now, (length,))[0])
         return ()
 
-    jax.eval_shape(record, [value.value for value in consts])
-    return len(counter.sites)
+    jax.eval_shape(record, [value.value for value in known])
+    return len(found)
 
 
 def _bind(eqn, operands: Sequence[Any]) -> list[Any]:
@@ -409,7 +488,7 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 
 def _whole_leaf(number: int, ndim: int) -> View:
     axes = tuple(range(ndim))
-    return View(number, ("axes", axes), axes)
+    return View(number, ("axes", axes, ()), axes)
 
 
 def _view_after(eqn, view: View | None) -> View | None:
@@ -450,5 +529,5 @@ def _view_after(eqn, view: View | None) -> View | None:
             return None
     if new is not None:
         # Pure permutations are named by where they end up, however they got there.
-        return View(view.leaf, ("axes", new), new)
-    return View(view.leaf, (*view.layout, step), None)
+        return View(view.leaf, ("axes", new, view.stacked), new, view.stacked)
+    return View(view.leaf, (*view.layout, step), None, view.stacked)

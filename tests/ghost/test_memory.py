@@ -50,6 +50,23 @@ def test_the_image_network():
     assert per_example_gradients(clipping, net.loss, params, batch, large)
 
 
+def test_stacked_layers():
+    layers, width = 3, 64
+    params = {"w": jnp.zeros((layers, width, width)), "b": jnp.zeros((layers, width))}
+
+    def loss(params, x):
+        layer = lambda h, p: (jnp.tanh(h @ p["w"] + p["b"]), None)  # noqa: E731
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.sum(h**2)
+
+    batch = jnp.zeros((13, 5, width))
+    large = layers * width * width
+    assert not per_example_gradients(ghost, loss, params, batch, large)
+    assert per_example_gradients(clipping, loss, params, batch, large)
+    paths = {p.name: p.path for p in ghost.explain(loss, params, batch)}
+    assert paths == {"['b']": "explicit", "['w']": "gram"}
+
+
 def test_explain_names_every_parameter_and_its_path(capsys):
     net = models.lstm_language_model(vocabulary=8000)
     params = net.init(jax.random.key(0))

@@ -233,13 +233,95 @@ def scan_inside_scan():
 
 @model
 def scan_over_layers():
-    """Stacked weights as a loop's inputs: not recognised, so explicit."""
+    """Stacked weights as a loop's inputs."""
 
     def loss(stacked, x):
         h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stacked)
         return jnp.sum(h**2)
 
     return loss, normal(0, 3, 4, 4), normal(1, ROWS, 4)
+
+
+@model
+def stacked_transformer_layers():
+    """A loop over layers, each one remat'd, with one weight that all layers share."""
+    words, width, size, length, layers = 20, 8, 6, 5, 3
+    params = {
+        "embedding": normal(0, words, width, scale=0.5),
+        "shared": normal(1, width, width, scale=0.3),
+        "layers": {
+            "qkv": normal(2, layers, 3, width, size, scale=0.5),
+            "out": normal(3, layers, size, width, scale=0.5),
+            "gain": 1 + normal(4, layers, width, scale=0.1),
+            "shift": normal(5, layers, width, scale=0.1),
+            "up": normal(6, layers, width, 40, scale=0.3),
+            "down": normal(7, layers, 40, width, scale=0.3),
+        },
+    }
+
+    def loss(p, tokens):
+        @jax.checkpoint
+        def layer(x, w):
+            y = layer_norm(x, w["gain"], w["shift"])
+            q, k, v = jnp.einsum("td,nds->nts", y, w["qkv"])
+            x = x + jax.nn.softmax(q @ k.T) @ v @ w["out"]
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"] + x @ p["shared"], None
+
+        x, _ = lax.scan(layer, p["embedding"][tokens[:-1]], p["layers"])
+        return jnp.mean(jax.vmap(cross_entropy)(x @ p["embedding"].T, tokens[1:]))
+
+    return loss, params, integers(8, words, ROWS, length + 1)
+
+
+@model
+def stacked_recurrent_layers():
+    """A loop over layers around a loop over time; one stacked weight is used twice, transposed."""
+    params = {"in": normal(0, 3, 4, 12), "state": normal(1, 3, 12, 12, scale=0.3)}
+
+    def loss(p, xs):
+        def layer(xs, w):
+            def step(h, x):
+                h = jnp.tanh(x @ w["in"] + h @ w["state"])
+                return h, h
+
+            _, hs = lax.scan(step, jnp.zeros(12, xs.dtype), xs)
+            return hs @ w["in"].T, None
+
+        xs, _ = lax.scan(layer, xs, p, reverse=True)
+        return jnp.sum(xs**2)
+
+    return loss, params, normal(2, ROWS, 3, 4)
+
+
+@model
+def stacked_convolutions():
+    """Loops over blocks of layers, with a kernel that is standardised inside the loop."""
+    params = {"plain": normal(0, 2, 2, 3, 3, 4, 4, scale=0.3), "scaled": normal(1, 2, 3, 3, 4, 4)}
+
+    def loss(p, image):
+        def block(x, w):
+            x, _ = lax.scan(lambda x, k: (jnp.tanh(conv(x, k)), None), x, w["plain"])
+            kernel = w["scaled"] / jnp.sqrt(jnp.sum(w["scaled"] ** 2))
+            return x + conv(x, kernel), None
+
+        x, _ = lax.scan(block, image, p)
+        return jnp.sum(x**2)
+
+    return loss, params, normal(2, ROWS, 6, 6, 4)
+
+
+@model
+def stacked_tables():
+    """A loop over lookup tables, and over weights that were reshaped before."""
+    params = {"tables": normal(0, 3, 7, 4), "flat": normal(1, 3 * 4 * 4, scale=0.5)}
+
+    def loss(p, tokens):
+        weights = p["flat"].reshape(3, 4, 4)
+        layer = lambda h, w: (jnp.tanh(h @ w[1]) + w[0][tokens], None)  # noqa: E731
+        h, _ = lax.scan(layer, jnp.ones((5, 4), p["flat"].dtype), (p["tables"], weights))
+        return jnp.sum(h**2)
+
+    return loss, params, integers(2, 7, ROWS, 5)
 
 
 @model
