@@ -173,7 +173,8 @@ def epsilon(
     else:
         value = _pld_epsilon(event, delta, adjacency)
         method = "PLD, discretised upwards at 1e-4"
-    return Epsilon(value, delta, adjacency, chosen, method)
+    # A computation that failed promises nothing.
+    return Epsilon(math.inf if math.isnan(value) else value, delta, adjacency, chosen, method)
 
 
 def renyi_divergences(
@@ -383,7 +384,7 @@ def _smallest_safe_noise(
 ) -> float:
     """Bracketing search in log-log coordinates that returns only a point seen to be safe."""
     safe, safe_epsilon = start, achieved(start)
-    while safe_epsilon > epsilon_target:
+    while not safe_epsilon <= epsilon_target:  # also where it is no number
         if safe > 2**40:
             raise UnsupportedError(
                 f"no noise multiplier up to {safe:.0e} reaches epsilon={epsilon_target}. "
@@ -409,7 +410,7 @@ def _smallest_safe_noise(
             margin = 0.02 * (safe - unsafe)
             guess = min(max(guess, unsafe + margin), safe - margin)
         value = achieved(guess)
-        if value > epsilon_target:
+        if not value <= epsilon_target:
             unsafe, unsafe_epsilon = guess, value
         else:
             safe, safe_epsilon = guess, value

@@ -511,9 +511,10 @@ def neighbour_replay(
         tried += 1
         data = _with_row(rows, place, victim)
         index, is_padding = _padded(drawn, count)
-        neighbour, hidden = data, is_padding | (index == place)
+        # A row that does not count may hold anything: what it holds must not reach the others.
+        neighbour, hidden = _with_row(rows, place, other), is_padding | (index == place)
         if mechanism.adjacency is Adjacency.REPLACE:
-            neighbour, hidden = _with_row(rows, place, other), is_padding
+            hidden = is_padding
         one = released(data, index, is_padding)
         two = released(neighbour, index, hidden)
         distance = _distance(one, two) * mechanism.sampling.expected_batch_size / alpha

@@ -162,17 +162,24 @@ class Comparison:
         return found
 
     def _together(self) -> list[str]:
-        """The cost of everything, by addition, which holds however the runs were chosen."""
+        """The cost of everything, by addition, which holds however the runs were chosen.
+
+        A choice among them is covered where it follows from them and public rows: how well a model
+        does on private rows is one more release, without noise.
+        """
         epsilon = sum(row.report.epsilon for row in self.rows)
         delta = sum(row.report.delta for row in self.rows)
         kinds = {(row.report.adjacency, row.report.unit) for row in self.rows}
         if len(self.rows) < 2 or len(kinds) > 1 or not math.isfinite(epsilon) or delta >= 1:
             return []
+        seeds = {row.run: row.report.seed for row in self.rows if row.report.seed is not None}
+        if len(set(seeds.values())) < len(seeds):
+            return ["Runs of one seed may share their noise: together they promise nothing."]
         return [
             f"If all {len(self.rows)} models come from the same private records, publishing all of "
-            f"them, or choosing among them by private records, costs at most epsilon "
+            f"them, or one that was chosen by its results on public rows, costs at most epsilon "
             f"{upwards(epsilon)}, delta {delta:.3g} (by addition; a ledger or budget that they "
-            "share states less)."
+            "share states less). A choice that looks at private records is not covered."
         ]
 
     def text(self) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from mirrordp import _validate
 from mirrordp.types import PyTree
 
+_HIDDEN = "{}(<rows that are not printed>)"
 UNPROTECTED = "[not covered by the privacy guarantee; for the operator only]"
 
 
@@ -71,6 +72,9 @@ class PrivateData(_Examples):
 
     def _words(self) -> tuple[str, str]:
         return "PrivateData", UNPROTECTED
+
+    def __repr__(self) -> str:
+        return _HIDDEN.format("PrivateData")
 
 
 class PublicData(_Examples):
@@ -201,9 +205,9 @@ class ClientData:
 
         Args:
             users: the rows of each user, all of one structure.
-            ids: the users' names; without them a user is known by the place in the list.
+            ids: the users' names; without them a user is known by its rows.
             max_examples_per_user: the bound.
-            seed: decides, with the user's name, which rows are kept.
+            seed: decides, with the user's name or rows, which rows are kept.
         """
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
         if len(users) == 0:
@@ -212,13 +216,17 @@ class ClientData:
         arrays = jax.tree.map(
             lambda *leaves: np.concatenate([np.asarray(x) for x in leaves]), *users
         )
+        too_many = counts > max_examples_per_user
         names = None if ids is None else tuple(ids)
         if names is not None and len(names) != len(users):
             raise ValueError(f"ids must name {len(users)} users, got {len(names)} names.")
         return cls._bounded(
             lambda rows: jax.tree.map(lambda leaf: leaf[rows], arrays),
             counts,
-            range(len(users)) if names is None else names,
+            # A place in the list is no name: it depends on who else is in it.
+            [_rows_digest(user) if over else "" for user, over in zip(users, too_many, strict=True)]
+            if names is None
+            else names,
             names,
             max_examples_per_user,
             seed,
@@ -285,6 +293,9 @@ class PrivateClients(ClientData):
     def _words(self) -> tuple[str, str]:
         return "PrivateClients", UNPROTECTED
 
+    def __repr__(self) -> str:
+        return _HIDDEN.format("PrivateClients")
+
 
 class PublicClients(ClientData):
     """Users whose rows anyone may read: everything learned from them is free."""
@@ -307,6 +318,11 @@ def _name_entropy(name: Hashable) -> list[int]:
     """Four numbers that a user's name decides, the same on every machine."""
     digest = hashlib.blake2b(str(name).encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u4").tolist()
+
+
+def _rows_digest(user: PyTree) -> str:
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(user)]
+    return hashlib.blake2b(b"".join(leaf.tobytes() for leaf in leaves), digest_size=16).hexdigest()
 
 
 def require_private_clients(data: object, name: str = "private") -> None:
@@ -418,16 +434,21 @@ def require_public(data: object, name: str = "public") -> None:
     )
 
 
+def have_same_structure(private: PrivateData, public: PublicData) -> bool:
+    """Whether both hold the same tree of arrays, equal in dtype and trailing axes."""
+    return _structure(private) == _structure(public)
+
+
+def _structure(data: PrivateData | PublicData) -> PyTree:
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}[n{_dims(leaf)}]", data.arrays)
+
+
 def require_same_structure(private: PrivateData, public: PublicData) -> None:
     """Raises unless both hold the same tree of arrays, equal in dtype and trailing axes."""
-
-    def shape_of(data: PrivateData | PublicData) -> PyTree:
-        return jax.tree.map(lambda leaf: f"{leaf.dtype}[n{_dims(leaf)}]", data.arrays)
-
-    if shape_of(private) != shape_of(public):
+    if not have_same_structure(private, public):
         raise ValueError(
-            "private and public rows must have the same structure, got "
-            f"private {shape_of(private)} and public {shape_of(public)}. Bring both into the same "
+            "private and public rows must have the same structure, got private "
+            f"{_structure(private)} and public {_structure(public)}. Bring both into the same "
             "tree of arrays, or give the public rows a loss of their own (public_loss_fn)."
         )
 

@@ -379,7 +379,7 @@ def _compare(
     seed: int,
     bar: _Progress,
 ) -> tuple[dict[str, list[Outcome]], float]:
-    """Fresh rows and noise in each trial, the same for all methods.
+    """Fresh rows in each trial, the same for all methods, and fresh noise for each of them.
 
     Returns:
         The outcomes by method, and the ε of all methods on the same rows taken together.
@@ -389,10 +389,12 @@ def _compare(
     for trial in range(settings.trials):
         task = make_task(settings, seed, (1, trial))
         warm = warm_params(settings, task, trial)
-        for method in methods:
+        for number, method in enumerate(methods):
             outcome = run_method(
                 method, task, warm, settings=settings, mechanism=mechanism,
-                learning_rate=rates[method.name], seed=_run_seed(seed, 1, trial),
+                learning_rate=rates[method.name],
+                # Noise of its own: where two models share it, what they cost does not add up.
+                seed=_run_seed(seed, 1, trial, number),
                 # Trials have private rows of their own, so one trial is what these rows pay.
                 ledger=ledger if trial == 0 else None,
             )  # fmt: skip

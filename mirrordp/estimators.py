@@ -211,14 +211,16 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         mechanism = self._mechanism(len(X), settings)
         if settings.num_steps > 0:
             rows = Rows(scaling(X), problem.targets, problem.counts)
-            with self._charged(mechanism, settings, theta, rows, budget, checkpoint) as entropy:
+            with self._charged(
+                mechanism, settings, theta, rows, seed, budget, checkpoint
+            ) as entropy:
                 theta = linear.private_descent(
                     problem.family,
                     theta,
                     rows,
                     mechanism,
                     learning_rate=settings.learning_rate,
-                    key=randomness(seed if entropy is None else entropy)[1].noise,
+                    key=randomness(entropy)[1].noise,
                 )
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
@@ -233,6 +235,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         settings: Settings,
         theta: np.ndarray,
         rows: Rows,
+        seed: int | None,
         budget: Budget | None,
         checkpoint: Checkpoint | None,
     ) -> Iterator[int | None]:
@@ -241,7 +244,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Nothing of a descent can be seen before its end, so it is one block: after a crash all of it
         is computed again, with the same randomness, and it is not charged again.
         """
-        seed, steps = _seed(self.random_state), mechanism.num_steps
+        steps = mechanism.num_steps
         if budget is not None:
             _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
             budget.require_data()
@@ -780,6 +783,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Targets, and which labels are classes at all."""
+        y = _in_form_of(self.classes_, y)
         is_class = np.isin(y, self.classes_)
         index = np.searchsorted(self.classes_, np.where(is_class, y, self.classes_[0]))
         one_hot = np.eye(len(self.classes_))[index]
@@ -807,6 +811,28 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def __sklearn_tags__(self):
         return _few_rows_are_not_enough(super().__sklearn_tags__())
+
+
+def _in_form_of(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Labels as text or as numbers, whichever the classes are, one by one.
+
+    One text among numbers makes NumPy write all of them as text: no class would be known then, and
+    one row would have decided over all others.
+    """
+    if y.dtype.kind in "US" and classes.dtype.kind in "biuf":
+        known = {str(label): label for label in classes.tolist()}
+        parsed = {text: known.get(text, _number_or_nan(text)) for text in set(y.tolist())}
+        return np.array([parsed[text] for text in y.tolist()], np.float64)
+    if y.dtype.kind in "biuf" and classes.dtype.kind in "US":
+        return np.array([str(label) for label in y.tolist()])
+    return y
+
+
+def _number_or_nan(text: str | bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _few_rows_are_not_enough(tags):

@@ -34,6 +34,7 @@ from mirrordp.types import PyTree
 
 # exp of more is no count that anyone could observe, and its square is still finite.
 _LARGEST_LOG_COUNT = 100.0
+_LARGEST_NORM, _SMALLEST_NORM = 1e140, 1e-140
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +158,8 @@ class ClippedSum:
     """Σ_i clip(u_i ⊗ r_i, C) in closed form, and its sensitivity.
 
     The same guarantees as `mirrordp.ClippedGrad`: a row adds a matrix of norm at most C that
-    depends on this row only; one that does not count, or whose gradient norm is not finite, adds
-    exactly zero.
+    depends on this row only; one that does not count, or whose gradient norm is not finite (or so
+    large or small that float64 cannot tell it), adds exactly zero.
 
     Args:
         family: the loss.
@@ -175,7 +176,8 @@ class ClippedSum:
             residuals = self.family.residuals(_scores(rows.features, theta), rows.targets)
             row_norms = rows.norms.reshape((-1,) + (1,) * (theta.ndim - 2))
             norms = np.linalg.norm(residuals, axis=1) * row_norms
-            keep = np.isfinite(norms)
+            # Beyond these the squares behind a norm, or the factor, lose their digits.
+            keep = np.isfinite(norms) & (norms <= _LARGEST_NORM) & (row_norms >= _SMALLEST_NORM)
             if rows.counts is not None:
                 keep &= rows.counts.reshape((-1,) + (1,) * (theta.ndim - 2))
             factors = self.l2_clip_norm / np.maximum(norms, self.l2_clip_norm)

@@ -162,7 +162,7 @@ class Mechanism:
             accountant=mechanism.accountant,
             orders=mechanism.orders,
         ).epsilon
-        if reached > epsilon:
+        if not reached <= epsilon:
             raise AssertionError(f"calibration overshot: {reached} > {epsilon}; please report.")
         return mechanism
 

@@ -141,7 +141,8 @@ class RunReport:
             mechanism: what ran.
             delta: δ in (0, 1).
             charged_steps: how many steps read private data (`info.charged_steps`); by default all
-                that the mechanism was made for.
+                that the mechanism was made for. Leave it out where a run ended early because of
+                what it had released: then ε of all steps that it might have taken is the promise.
             ledger: everything that was charged, where that is more than this run; ε then covers
                 all of it. This holds for runs that were fixed beforehand; for runs chosen after
                 earlier ones were seen use a budget.

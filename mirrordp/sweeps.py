@@ -3,8 +3,9 @@
 A small network leaves most of an accelerator idle. `train_sweep` maps the step of `mirrordp.train`
 over runs that differ in seed, starting point, α schedule and optimiser settings. Each run has its
 own batches and its own noise: it is the run that `train` would have made, up to rounding, and it
-costs as much privacy. Choosing the best of them on private data is not covered by the guarantee of
-one run: the ledger composes all of them.
+costs as much privacy. Choosing the best of them is not covered by the guarantee of one run: the
+ledger composes all of them, which covers a choice by public rows. A choice by private rows, such as
+a validation set cut from them, is one more release, without noise, and covered by nothing here.
 """
 
 import functools
@@ -75,6 +76,9 @@ def train_sweep(
 ) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     """Trains all `runs` together; yields `(states, infos)` every few steps.
 
+    Runs of one seed share batches and noise, which suits a comparison; they must not be released
+    together, since the noise cancels in their differences.
+
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
     >>> runs = [Run(hyperparams={"learning_rate": rate}, seed=1) for rate in (0.1, 0.2, 0.5)]
 
@@ -97,7 +101,8 @@ def train_sweep(
         overlap: see `mirrordp.train`.
         steps_per_call: see `mirrordp.train`.
         stream: see `mirrordp.train`.
-        ledger: where every step of every run is charged.
+        ledger: where every step of every run is charged; each run then needs a seed of its own, or
+            none, since costs add up for independent noise only.
         show_unprivatized: see `mirrordp.train`.
 
     Returns:
@@ -108,6 +113,8 @@ def train_sweep(
         raise ValueError("a sweep needs at least one run, got none.")
     for number, run in enumerate(runs):
         _validate.instance_of(Run, "Use Run(alpha=..., seed=...).", **{f"runs[{number}]": run})
+    if ledger is not None:
+        _refuse_shared_noise(runs)
     plan = plan_runs(
         loss_fn,
         params,
@@ -139,6 +146,16 @@ def train_sweep(
     states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
     batches = [mechanism.batches(len(private), rng) for rng, _ in random]
     return _generate(plan, states, batches, _stack([keys for _, keys in random]))
+
+
+def _refuse_shared_noise(runs: Sequence[Run]) -> None:
+    seeds = [run.seed for run in runs if run.seed is not None]
+    twice = [seed for seed in seeds if seeds.count(seed) > 1]
+    if twice:
+        raise ValueError(
+            f"a ledger adds up runs that do not share their noise, got seed {twice[0]} twice. "
+            "Give each run a seed of its own, or leave ledger out."
+        )
 
 
 def run_state(states: TrainState, number: int) -> TrainState:

@@ -8,6 +8,7 @@ else of the private file is kept, except the number of its rows, which counts as
 
 import contextlib
 import dataclasses
+import filecmp
 import hashlib
 import json
 import os
@@ -275,12 +276,11 @@ def fit_files(
         TableError: if the files do not fit the task or each other.
     """
     private, public = Path(private), Path(public)
-    with contextlib.suppress(OSError):
-        if os.path.samefile(private, public):
-            raise TableError(
-                f"expected two different files, got {str(private)!r} as private and as public "
-                "table; private rows do not become public by being named so."
-            )
+    if _same_content(private, public):
+        raise TableError(
+            f"expected two different files, got {str(private)!r} as private and as public table; "
+            "private rows do not become public by being named so."
+        )
     adjacency = Adjacency.ZERO_OUT
     if budget is not None:
         adjacency = _adjacency_of(budget)
@@ -335,14 +335,21 @@ def fit_files(
     return FittedTable(model, report, learned.left_out)
 
 
+def _same_content(one: Path, other: Path) -> bool:
+    """Whether two files are one, or a copy of one another."""
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:
+        return False
+
+
 def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.ndarray, np.ndarray]:
     """Features and targets of the rows to judge by."""
-    with contextlib.suppress(OSError):
-        if os.path.samefile(private, test):
-            raise TableError(
-                f"expected test rows that need no protection, got the private table "
-                f"{str(private)!r}; how well a model does on private rows must not be released."
-            )
+    if _same_content(private, test):
+        raise TableError(
+            f"expected test rows that need no protection, got the private table {str(private)!r}; "
+            "how well a model does on private rows must not be released."
+        )
     rows = encoding.encode([read_table(test)], private=False)
     return rows.features[~rows.unusable], rows.target[~rows.unusable]
 

@@ -42,6 +42,7 @@ from mirrordp.data import (
     PrivateData,
     PublicData,
     excluded_rows,
+    have_same_structure,
     require_private,
     require_public,
 )
@@ -431,7 +432,8 @@ def train(
             `state.average`.
         trainable: a tree of booleans over `params` (or a prefix of it); the rest stays frozen.
         microbatch_size: examples whose gradients are in memory at a time.
-        overlap: what to do about private rows that equal a public row.
+        overlap: what to do about private rows that equal a public row. Rows of another structure
+            (with `public_loss_fn`) are not compared.
         seed: makes the run reproducible and therefore not for release; by default all randomness
             comes from the operating system.
         steps_per_call: steps between two yields.
@@ -623,7 +625,7 @@ def plan_runs(
     if admit is not None:
         admit(table)
     excluded = np.zeros(len(private), bool)
-    if public is not None and public_loss_fn is None:
+    if public is not None and (public_loss_fn is None or have_same_structure(private, public)):
         excluded = excluded_rows(private, public, overlap)
     stream = not _fits_on_device(private) if stream is None else stream
     return Plan(

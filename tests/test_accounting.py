@@ -426,3 +426,32 @@ def test_kept_step_gives_what_the_accountant_gives(adjacency, num_steps):
     accountant = PLDAccountant(adjacency.neighboring_relation).compose(event)
     found = accounting.epsilon(event, 1e-5, adjacency=adjacency, accountant=Accountant.PLD)
     assert found.epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-12)
+
+
+class TestNotANumber:
+    """A computation that failed promises nothing: it must not pass for a small ε."""
+
+    def test_epsilon_is_infinite(self, monkeypatch):
+        monkeypatch.setattr(accounting, "_rdp_epsilon", lambda *_: math.nan)
+        event = accounting.full_batch_event(1.0, num_steps=1)
+        found = accounting.epsilon(
+            event, 1e-5, adjacency=Adjacency.ZERO_OUT, accountant=Accountant.RDP
+        )
+        assert found.epsilon == math.inf
+
+    def test_calibration_takes_it_for_unsafe(self, monkeypatch):
+        honest = accounting._rdp_epsilon
+
+        def fails_below_two(event, *options):
+            sigma = event.event.noise_multiplier
+            return honest(event, *options) if sigma >= 2 else math.nan
+
+        monkeypatch.setattr(accounting, "_rdp_epsilon", fails_below_two)
+        found = accounting.calibrate(
+            lambda sigma: accounting.full_batch_event(sigma, num_steps=1),
+            epsilon_target=8.0,
+            delta=1e-5,
+            adjacency=Adjacency.ZERO_OUT,
+            accountant=Accountant.RDP,
+        )
+        assert found >= 2

@@ -13,9 +13,10 @@ import pytest
 from scipy import integrate, stats
 
 import mirrordp
-from mirrordp import Adjacency, Budget, PrivateData, accounting, cli
+from mirrordp import Adjacency, Budget, PrivateData, accounting, cli, linear
 from mirrordp._files import LockedError, StorageError
 from mirrordp.budget import BudgetError, choose_orders, renyi_limit
+from mirrordp.estimators import PrivateLinearRegression
 from mirrordp.ledger import Block, FileLedger, LedgerError
 from tests import tools
 from tests.test_cli_fit import make_table
@@ -185,6 +186,25 @@ class TestRuns:
         with pytest.raises(KeyboardInterrupt):
             next(train(budget))
         assert seen == [mechanism().event_between(0, 5)]
+
+    def test_a_fit_without_a_checkpoint_is_charged_before_its_descent(self, budget, monkeypatch):
+        rng = np.random.default_rng(0)
+        x, public_x = rng.normal(size=(300, 2)), rng.normal(size=(40, 2))
+        seen = []
+        honest = linear.private_descent
+
+        def watched(*arguments, **options):
+            seen.append(budget.status.used)
+            return honest(*arguments, **options)
+
+        monkeypatch.setattr(linear, "private_descent", watched)
+        model = PrivateLinearRegression(1.0, DELTA, random_state=0)
+        model.fit(x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40), budget=budget)
+        assert model.n_iter_ > 0
+        expected = 1.0 / EPSILON**2
+        assert seen == [budget.status.used]
+        assert 0.5 * expected < seen[0] < 2 * expected
+        assert model.privacy_.ledger["budget"]["used"] == seen[0]
 
     @pytest.mark.parametrize(
         "other",

@@ -467,14 +467,26 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
         assert results["test_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
 
 
-@pytest.mark.parametrize("test", ["private", "none"])
-def test_bad_rows_to_judge_by_are_refused_before_training(capsys, files, monkeypatch, test):
+@pytest.mark.parametrize("test", ["private", "copy", "none"])
+def test_bad_rows_to_judge_by_are_refused_before_training(
+    capsys, files, monkeypatch, tmp_path, test
+):
     monkeypatch.setattr(tabular, "_estimator", lambda *_, **__: pytest.fail("it trained"))
-    path = files["private"] if test == "private" else files["out"] / "none.csv"
+    copy = tmp_path / "copy.csv"
+    copy.write_bytes(files["private"].read_bytes())
+    path = {"private": files["private"], "copy": copy, "none": files["out"] / "none.csv"}[test]
     assert cli.main(fit_options(files, test=path)) == 2
     assert not files["out"].exists()
-    words = "need no protection" if test == "private" else "No such file"
+    words = "No such file" if test == "none" else "need no protection"
     assert words in capsys.readouterr().err
+
+
+def test_a_copy_of_the_private_table_is_not_public(capsys, files, monkeypatch, tmp_path):
+    monkeypatch.setattr(tabular, "_estimator", lambda *_, **__: pytest.fail("it trained"))
+    copy = tmp_path / "copy.csv"
+    copy.write_bytes(files["private"].read_bytes())
+    assert cli.main(fit_options(files, public=copy)) == 2
+    assert "two different files" in capsys.readouterr().err
 
 
 def test_predict_leaves_devices_and_links_alone(capsys, tmp_path, fitted):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp import Overlap, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp import Overlap, PrivateClients, PrivateData, PublicData, UnprotectedWarning, split
 from mirrordp.data import UNPROTECTED, excluded_rows, require_private, require_public
 
 BOTH = pytest.mark.parametrize("kind", [PrivateData, PublicData])
@@ -18,6 +18,20 @@ def rows(n=6, seed=0):
 
 
 class TestTypes:
+    @pytest.mark.parametrize(
+        "data",
+        [
+            PrivateData({"x": np.full(3, 0.77)}),
+            PrivateClients.from_rows(np.full(3, 0.77), ["ann", "bob", "bob"]),
+        ],
+    )
+    def test_private_rows_are_not_printed(self, data):
+        """What is logged as one of many arguments must not hold the data."""
+        for text in (repr(data), str(data), f"{[data]}"):
+            assert "0.77" not in text
+            assert "ann" not in text
+            assert type(data).__name__ in text
+
     @BOTH
     def test_holds_rows(self, kind):
         data = kind(rows())

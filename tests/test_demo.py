@@ -48,6 +48,21 @@ def test_all_models_together_cost_more_than_one(finished):
     assert upwards(together) in report.scope
 
 
+def test_models_that_are_added_up_have_noise_of_their_own(tmp_path, monkeypatch):
+    """Composition counts on it: noise that meets two sums cancels in their difference."""
+    seeds = []
+    honest = demo.train
+
+    def recorded(*arguments, **options):
+        if options["ledger"] is not None:
+            seeds.append(options["seed"])
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(demo, "train", recorded)
+    run_demo(tmp_path, seed=1, settings=TINY, progress=False)
+    assert len(seeds) == len(set(seeds)) == len(METHODS)
+
+
 def test_same_seed_same_numbers(finished, tmp_path):
     again = run_demo(tmp_path, seed=1, settings=TINY, progress=False)
     assert again.report.results == finished.report.results

@@ -106,6 +106,17 @@ class TestClippedSum:
         assert clipped_sum.sensitivity(mirrordp.Adjacency.ZERO_OUT) == 0.7
         assert clipped_sum.sensitivity(mirrordp.Adjacency.REPLACE) == 1.4
 
+    @pytest.mark.parametrize("l2_clip_norm", [1e-25, 1e-12, 1.0])
+    @pytest.mark.parametrize("target", [1.0, 1e100, 1e153, 1e170])
+    @pytest.mark.parametrize("size", [1e-308, 1e-170, 1e-161, 1e-100, 1e60, 1e150])
+    def test_squares_that_underflow_or_overflow_hide_no_norm(self, size, target, l2_clip_norm):
+        """Where all public residuals are rounding, the clip norm that they suggest is tiny."""
+        theta = np.zeros((8, 1))
+        features = size * np.random.default_rng(0).normal(size=(1, 8))
+        found = ClippedSum(SQUARED_ERROR, l2_clip_norm)(theta, Rows(features, np.array([[target]])))
+        # In units of C, where squares are harmless.
+        assert np.linalg.norm(found / l2_clip_norm) <= 1 + 1e-9
+
     def test_a_row_that_overflows_contributes_zero(self):
         rows, theta = problem(LOGISTIC)
         features = rows.features.copy()
@@ -537,6 +548,15 @@ class TestPrivacy:
         other = PrivateLogisticRegression(random_state=0).fit(changed, known, *public)
         assert not np.array_equal(other.coef_, coefficients[0])
 
+    def test_the_seed_in_the_report_is_the_one_that_was_used(self):
+        x, y = draw("regression", 200)
+        public = draw("regression", 40, seed=1)
+        drawn = PrivateLinearRegression(5.0, random_state=np.random.default_rng(3))
+        drawn.fit(x, y, *public)
+        again = PrivateLinearRegression(5.0, random_state=drawn.privacy_.seed).fit(x, y, *public)
+        assert drawn.n_iter_ > 0
+        np.testing.assert_array_equal(drawn.coef_, again.coef_)
+
     def test_where_the_classes_come_from(self):
         x, y = draw("binary", 200)
         labels = np.array(["no", "yes"])[y]
@@ -650,6 +670,24 @@ class TestMistakes:
             PrivateLogisticRegression().fit(x, odd)
         with pytest.raises(ValueError, match="Unknown label type"):
             PrivateLogisticRegression().fit(x, y, x, odd)
+
+    @pytest.mark.parametrize("kind", [int, float, bool, str])
+    @pytest.mark.parametrize("odd", ["secret", 17, None])
+    def test_one_label_of_another_type_leaves_the_others_as_they_are(self, kind, odd):
+        """NumPy turns a list with one text in it into text, all of it."""
+        x, y = draw("binary", 200)
+        public_x, public_y = draw("binary", 40, seed=1)
+        labels, public_labels = ([kind(label) for label in part] for part in (y, public_y))
+        labels[3] = odd
+        kept = np.arange(200) != 3
+        with pytest.warns(UnprotectedWarning, match="not covered.* 1 private rows"):
+            model = PrivateLogisticRegression(random_state=0).fit(
+                x, labels, public_x, public_labels
+            )
+        expected = PrivateLogisticRegression(random_state=0).fit(
+            x, y, public_x, public_y, counts=kept
+        )
+        np.testing.assert_array_equal(model.coef_, expected.coef_)
 
     def test_messages_quote_no_private_value(self):
         x, y = draw("regression", 50)

@@ -126,6 +126,16 @@ class TestClientData:
         assert (base.user(1) != make(lists, ids=["a", "b"], seed=1).user(1)).any()
         assert (base.user(1) != make([lists[1]], ids=["c"]).user(0)).any()
 
+    def test_without_names_the_subset_follows_from_the_users_own_rows(self):
+        """Under add-remove adjacency a user's place in the list depends on who else is there."""
+        lists = [np.arange(20.0) + 100 * k for k in range(4)]
+        make = functools.partial(PrivateClients.from_users, max_examples_per_user=5)
+        everyone, without_the_first = make(lists), make(lists[1:])
+        for number in range(3):
+            np.testing.assert_array_equal(everyone.user(number + 1), without_the_first.user(number))
+        chosen = [set(everyone.user(k) - 100 * k) for k in range(4)]
+        assert any(a != chosen[0] for a in chosen)
+
     def test_private_and_public_cannot_be_confused(self):
         with pytest.raises(TypeError, match="private must be PrivateClients"):
             run(PUBLIC)

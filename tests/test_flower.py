@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import logging
 import os
+import re
 
 import pytest
 
@@ -343,6 +345,22 @@ def test_cohorts_are_those_of_the_mechanism():
     rng, _ = mirrordp.training.randomness(1)
     assert found == [draw.tolist() for draw in poisson.batches(USERS, rng)]
     assert len({len(cohort) for cohort in found}) > 2
+
+
+def test_the_log_never_states_less_than_was_spent():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("flwr").addHandler(handler)
+    try:
+        for noise_multiplier in (2.0, 2.3, 2.7):
+            server = strategy(mech=mechanism(noise_multiplier=noise_multiplier))
+            server.run(FakeGrid())
+            stated = [float(m[1]) for line in lines if (m := re.search(r"epsilon ([\d.]+)", line))]
+            assert min(stated[0], stated[-1]) >= server.spent().epsilon
+            lines.clear()
+    finally:
+        logging.getLogger("flwr").removeHandler(handler)
 
 
 def test_epsilon_without_amplification():

@@ -288,6 +288,18 @@ def test_compare_command(capsys, folders, tmp_path):
     [note] = [note for note in found["notes"] if "same private records" in note]
     stated = float(re.search(r"epsilon ([\d.]+),", note)[1])
     assert total <= stated <= 1.001 * total
+    # The choice itself, where it looks at private rows, is a release that no addition covers.
+    assert "A choice that looks at private records is not covered." in note
+    assert "by private records" not in note
+
+
+def test_runs_of_one_seed_do_not_add_up():
+    one, other = (make_report(seed=seed) for seed in (1, 2))
+    notes = " ".join(Comparison.of({"a": one, "b": other}).notes())
+    assert "costs at most epsilon" in notes
+    notes = " ".join(Comparison.of({"a": one, "b": one}).notes())
+    assert "costs at most epsilon" not in notes
+    assert "together they promise nothing" in notes
 
 
 def test_comparing_what_cannot_be_compared_is_said(capsys):

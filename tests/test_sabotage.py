@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.custom_batching import custom_vmap
 
 import mirrordp
 from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, auditing, training
@@ -89,6 +90,27 @@ def test_replay_finds_a_sum_divided_by_the_realised_batch():
 
 def test_replay_finds_missing_clipping():
     assert replay(ForgetsToClip).exceeded(0.5)
+
+
+@custom_vmap
+def centred(x):
+    return x
+
+
+@centred.def_vmap
+def _(axis_size, in_batched, x):
+    """What batch normalisation would do, if a loss could see its batch."""
+    del axis_size, in_batched
+    return x - x.mean(axis=0, keepdims=True), True
+
+
+def test_replay_finds_a_loss_that_sees_other_examples():
+    def coupled(params, example):
+        return jnp.sum(params * jax.lax.stop_gradient(centred(example)))
+
+    broken = dataclasses.replace(step(), loss_fn=coupled)
+    found = auditing.neighbour_replay(broken, jnp.zeros(3), ROWS, num_pairs=60)
+    assert found.exceeded(0.5)
 
 
 def test_replay_finds_an_example_counted_twice():

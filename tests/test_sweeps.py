@@ -102,7 +102,7 @@ def test_runs_without_a_seed_differ():
 
 def test_every_run_is_charged_before_it_runs():
     ledger = Ledger(mirrordp.Adjacency.ZERO_OUT)
-    steps = sweep(ledger=ledger)
+    steps = sweep([run._replace(seed=number) for number, run in enumerate(RUNS)], ledger=ledger)
     next(steps)
     # Three runs read private data in all five steps of the first block, one in four of them.
     one = mechanism()
@@ -111,6 +111,14 @@ def test_every_run_is_charged_before_it_runs():
     for _ in steps:
         pass
     assert ledger.event == one.sampling.event(one.noise_multiplier, 3 * 12 + 9)
+
+
+def test_runs_that_share_their_noise_do_not_add_up():
+    """They are for comparisons: in the difference of two releases the noise would cancel."""
+    ledger = Ledger(mirrordp.Adjacency.ZERO_OUT)
+    with pytest.raises(ValueError, match="share their noise, got seed 2 twice"):
+        sweep(ledger=ledger)
+    next(sweep())
 
 
 def test_one_compilation_for_all_blocks_and_rates():

@@ -291,7 +291,7 @@ class TestRandomness:
             found = mechanism(
                 sampling=tools.Replay(base=base, draws=draws),
                 noise_multiplier=0.0,
-                num_steps=2,
+                num_steps=8,
                 l2_clip_norm=9.0,
             )
             return released_gradients(
@@ -300,12 +300,13 @@ class TestRandomness:
                     private=data,
                     public=None,
                     mechanism=found,
-                    optimizer=recorder(2),
+                    optimizer=recorder(8),
                 )
             )
 
-        together = sums(((3, 1, 5), (3, 1)))
-        first, second = sums(((5,), (1,))), sums(((1, 3), (3,)))
+        # In so many steps a key that belongs to a place would show: alone, each row has the first.
+        together = sums(((3, 1, 5), *[(3, 1)] * 7))
+        first, second = sums(((5,), *[(1,)] * 7)), sums(((1, 3), *[(3,)] * 7))
         np.testing.assert_array_equal(together, first + second)
         # The masks differ between rows or steps, or the equality would say nothing.
         assert len({row.tobytes() for row in (*first, *second)}) >= 2
@@ -549,6 +550,13 @@ class TestOverlap:
         with pytest.raises(ValueError, match="2 private rows equal a public row"):
             run(public=self.overlapping, overlap=Overlap.REFUSE, ledger=ledger)
         assert ledger.epsilon(1e-3).epsilon == 0
+
+    def test_a_public_loss_of_its_own_does_not_hide_an_overlap(self):
+        own = {"public": self.overlapping, "public_loss_fn": lambda p, row: jnp.sum(p * row)}
+        with pytest.raises(ValueError, match="2 private rows equal a public row"):
+            run(**own, overlap=Overlap.REFUSE)
+        with pytest.warns(UnprotectedWarning, match="2 private rows equal a public row"):
+            list(run(**own, num_steps=1))
 
     def test_without_overlap_nothing_is_said(self):
         with warnings.catch_warnings():

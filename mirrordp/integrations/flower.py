@@ -63,7 +63,7 @@ from mirrordp.federated import (
 )
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
-from mirrordp.report import RunReport
+from mirrordp.report import RunReport, upwards
 from mirrordp.sampling import FixedSizeSampling, FullBatch
 from mirrordp.training import Unprivatized, check_charged_steps, randomness
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
@@ -434,8 +434,8 @@ class PrivateStrategy(Strategy):
         )
         spent = self.spent()
         _log.info(
-            "round %d: epsilon %.4g at delta %g, unit: user, %s, %s",
-            server_round, spent.epsilon, spent.delta, spent.adjacency.value, self._against,
+            "round %d: epsilon %s at delta %g, unit: user, %s, %s",
+            server_round, upwards(spent.epsilon), spent.delta, spent.adjacency.value, self._against,
         )  # fmt: skip
         metrics: dict[str, MetricRecordValues] = {
             "epsilon": spent.epsilon,
@@ -560,13 +560,13 @@ class PrivateStrategy(Strategy):
         """Logs what the run will cost."""
         mechanism = self.accounted
         _log.info(
-            "%d rounds, expected cohort %g, clip norm %g, noise multiplier %.4g: epsilon %.4g at "
+            "%d rounds, expected cohort %g, clip norm %g, noise multiplier %.4g: epsilon %s at "
             "delta %g when done, %s",
             len(self.alphas),
             mechanism.sampling.expected_batch_size,
             mechanism.l2_clip_norm,
             mechanism.noise_multiplier,
-            mechanism.epsilon(self.delta, num_steps=int((self.alphas > 0).sum())),
+            upwards(mechanism.epsilon(self.delta, num_steps=int((self.alphas > 0).sum()))),
             self.delta,
             self._against,
         )
