@@ -1,31 +1,40 @@
-"""What a federated round costs: `python -m benchmarks.federated [--peers] [--model small|lstm]`.
+"""What a federated round costs: `python -m benchmarks.federated [--peers] [--models small lstm]`.
 
 A round: every sampled user takes one epoch of local SGD in batches of 16 over its own rows, its
 delta is clipped and added, the server adds noise and steps. The same work is given to Flower's
-simulation and to pfl-research where they are installed, with the same model in PyTorch: they run in
-processes of their own (`--python` names the interpreter that has them), one after the other, on the
-same cores. Compilation, start-up and one round of warming up are not counted; they are printed
-beside. Peak memory is the process's largest resident set.
+simulation and to pfl-research where they are installed, with the same model in PyTorch. Each
+measurement is a process of its own (`--python` names the interpreter that has the peers); the
+methods take turns, `--repeats` times, on the same cores, and the median round counts. Start-up,
+compilation and one round of warming up are not in it; they are printed beside. Peak memory is that
+of the process and all its children together, pages that several share counted once; processor time
+likewise, which says more than the clock where the machine has other work.
 
     python -m benchmarks.federated                              ours, small model and the LSTM
-    python -m benchmarks.federated --peers --python PEER/bin/python
+    python -m benchmarks.federated --peers --python PEER/bin/python --out FILE
     python -m benchmarks.federated --scaling                    cost against users and model size
+    python -m benchmarks.federated --paper-size --out FILE      a round of the paper's run
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 ROWS, FEATURES, CLASSES = 32, 32, 10
 VOCABULARY, LENGTH = 10_004, 21
 MODELS = ("small", "lstm")
+OTHER_WIDTHS = {"small": (256, 1024), "lstm": (167, 335)}
 PEERS = ("flower", "pfl")
+PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
 
 def user_rows(model: str, num_users: int):
@@ -37,6 +46,15 @@ def user_rows(model: str, num_users: int):
         return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
     x = rng.normal(size=(num_users, ROWS, FEATURES)).astype(np.float32)
     return {"x": x, "y": rng.integers(0, CLASSES, (num_users, ROWS)).astype(np.int32)}
+
+
+def versions() -> dict:
+    """Of Python and of those packages that take part and are installed here."""
+    found = {"python": platform.python_version()}
+    for name in ("mirrordp", "jax", "jaxlib", "numpy", "flwr", "ray", "pfl", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
@@ -65,12 +83,12 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
             return optax.softmax_cross_entropy_with_integer_labels(logits, example["y"])
 
     private = mirrordp.PrivateClients.from_users(users, max_examples_per_user=ROWS)
-    block = max(1, rounds // 2)
+    block = max(1, rounds // 5)
     mechanism = mirrordp.Mechanism(
         sampling=mirrordp.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
         l2_clip_norm=0.3,
         noise_multiplier=1.0,
-        num_steps=block + rounds,
+        num_steps=rounds + 2 * block,
         adjacency=mirrordp.Adjacency.REPLACE,
         unit="user",
     )
@@ -87,29 +105,117 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     start = time.perf_counter()
     jax.block_until_ready(next(run)[0])
     first = time.perf_counter() - start
-    start = time.perf_counter()
-    for state, _ in run:
-        jax.block_until_ready(state)
-    seconds = (time.perf_counter() - start) / rounds
+    seconds = []
+    cpu = tree_cpu_seconds(os.getpid())
+    for _ in range(-(-rounds // block)):
+        start = time.perf_counter()
+        jax.block_until_ready(next(run)[0])
+        seconds.append((time.perf_counter() - start) / block)
+    cpu = tree_cpu_seconds(os.getpid()) - cpu
     device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return {
-        "seconds_per_round": seconds,
-        "first_call_seconds": first - block * seconds,
-        "peak_megabytes": peak / 2**20,
+        "seconds_per_round": statistics.median(seconds),
+        "cpu_seconds_per_round": cpu / (len(seconds) * block),
+        "first_call_seconds": first - block * statistics.median(seconds),
+        "versions": versions(),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "device": f"{device.platform}, {device.device_kind}",
     }
 
 
-def row_of(name: str, model: str, cohort: int, width: int, result: dict) -> str:
-    """One line of the table."""
-    if "error" in result:
-        return f"{name:28} {model:6} {cohort:6} {width:6}  {result['error']}"
+def paper_size(
+    num_users: int, public_users: int, rows: int, rounds: int, users_per_pass: int | None
+) -> dict:
+    """Rounds of the paper's StackOverflow run on made-up sentences, and what 1,600 of them take.
+
+    Every user has as many sentences as the paper allows, so no real cohort has more to do. With
+    public users this is PDA-DPMD, all of them in every round; without, DP-FedAvg.
+    """
+    import jax
+    import numpy as np
+
+    import mirrordp
+    from experiments import models
+
+    start = time.perf_counter()
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, VOCABULARY, (num_users * rows, LENGTH), dtype=np.int16)
+    private = mirrordp.PrivateClients(tokens, np.full(num_users, rows), None, rows)
+    public = None
+    if public_users:
+        own = rng.integers(1, VOCABULARY, (public_users * rows, LENGTH), dtype=np.int16)
+        public = mirrordp.PublicClients(own, np.full(public_users, rows), None, rows)
+    network = models.stackoverflow_lstm()
+    params = network.init(jax.random.key(0))
+    cohort = min(100, num_users // 2)
+    block = max(1, min(5, rounds))
+    mechanism = mirrordp.Mechanism(
+        sampling=mirrordp.PoissonSampling.for_batch_size(cohort, num_examples=num_users),
+        l2_clip_norm=0.3,
+        noise_multiplier=0.4,
+        num_steps=PAPER_ROUNDS,
+        unit="user",
+    )
+    run = mirrordp.federated_train(
+        network.loss,
+        params,
+        private,
+        public,
+        mechanism=mechanism,
+        alpha=0.9 if public_users else 1.0,
+        client_learning_rate=0.5,
+        rounds_per_call=block,
+        users_per_pass=users_per_pass,
+        seed=0,
+    )
+    made = time.perf_counter() - start
+    start = time.perf_counter()
+    jax.block_until_ready(next(run)[0])
+    first = time.perf_counter() - start
+    times = []
+    for _ in range(-(-rounds // block)):
+        start = time.perf_counter()
+        jax.block_until_ready(next(run)[0])
+        times.append((time.perf_counter() - start) / block)
+    run.close()
+    seconds = sum(times) / len(times)
+    device = jax.devices()[0]
+    peak = (device.memory_stats() or {}).get(
+        "peak_bytes_in_use", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+    return {
+        "seconds_per_round": seconds,
+        "label": "synthetic users of the paper's shape; 1,600 rounds are extrapolated",
+        "users": num_users,
+        "public_users": public_users,
+        "expected_users_per_round": cohort,
+        "sentences_per_user": rows,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "users_per_pass": users_per_pass,
+        "measured_rounds": len(times) * block,
+        "fastest_and_slowest_block": [min(times), max(times)],
+        "extrapolated_minutes_of_1600_rounds": PAPER_ROUNDS * seconds / 60,
+        "data_seconds": made,
+        "first_call_seconds": first - block * seconds,
+        "peak_megabytes": peak / 2**20,
+        "device": f"{device.platform}, {device.device_kind}",
+        "versions": versions(),
+    }
+
+
+def row_of(case: dict) -> str:
+    """One line of the table: the median of the repeats."""
+    start = f"| {case['model']} | {case['users']} | {case['width']} | {case['method']} |"
+    runs = [run for run in case["runs"] if "error" not in run]
+    if not runs:
+        return f"{start} {case['runs'][-1]['error']} | - | - | - |"
+
+    def median(name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
     return (
-        f"{name:28} {model:6} {cohort:6} {width:6} {1 / result['seconds_per_round']:12.3f} "
-        f"{result['first_call_seconds']:10.1f} {result['peak_megabytes']:10.0f}"
+        f"{start} {median('seconds_per_round'):.3g} | {median('cpu_seconds_per_round'):.3g} | "
+        f"{median('first_call_seconds'):.1f} | {median('peak_megabytes'):.0f} |"
     )
 
 
@@ -118,18 +224,59 @@ def in_process(arguments: list[str], python: str) -> dict:
     command = [python, "-m", "benchmarks.federated", *arguments]
     root = Path(__file__).parents[1]
     environment = dict(os.environ, PYTHONPATH=str(root))
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=root, env=environment,
-            timeout=3600,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": "no result within an hour"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds_per_round"')]
-    if done.returncode or not lines:
-        tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"error": f"failed: {tail[:80]}"}
-    return json.loads(lines[-1])
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, text=True, cwd=root, env=environment
+        )
+        began, peak = time.monotonic(), 0.0
+        while process.poll() is None:
+            peak = max(peak, tree_megabytes(process.pid))
+            if time.monotonic() - began > 3600:
+                process.kill()
+                return {"error": "no result within an hour"}
+            time.sleep(0.5)
+        output.seek(0)
+        errors.seek(0)
+        lines = [line for line in output if line.startswith('{"seconds_per_round"')]
+        if process.returncode or not lines:
+            tail = (errors.read().strip().splitlines() or ["no output"])[-1]
+            return {"error": f"failed: {tail[:80]}"}
+    return {"peak_megabytes": peak} | json.loads(lines[-1])
+
+
+def tree_megabytes(pid: int) -> float:
+    """Memory of a process and its descendants; pages that several use are shared out (Linux)."""
+    total = 0.0
+    for entry in _descendants(pid):
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{entry}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) / 1024
+    return total
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """Processor time of a process and its living descendants: what other work cannot distort."""
+    ticks = 0
+    for entry in _descendants(pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        todo += children.get(found[-1], [])
+    return found
 
 
 def main() -> None:
@@ -140,11 +287,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, help="hidden units (small: 64, lstm: 670)")
     parser.add_argument("--users-per-pass", type=int)
     parser.add_argument("--scaling", action="store_true", help="several cohorts and widths")
-    parser.add_argument("--peers", action="store_true", help="also Flower and pfl-research")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="also these, by default both")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--python", default=sys.executable, help="interpreter with the peers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--paper-size", action="store_true", help="ours alone, on one device")
+    parser.add_argument("--num-users", type=int, default=PAPER_USERS, help="with --paper-size")
+    parser.add_argument("--public-users", type=int, default=100, help="with --paper-size")
+    parser.add_argument("--rows", type=int, default=PAPER_ROWS, help="with --paper-size")
+    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--one", choices=("ours", *PEERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.peers == []:
+        arguments.peers = PEERS
     if arguments.one:
         model, cohort = arguments.models[0], arguments.users[0]
         if arguments.one == "ours":
@@ -159,35 +313,62 @@ def main() -> None:
             )
         print(json.dumps(result))
         return
+    if arguments.paper_size:
+        result = paper_size(
+            arguments.num_users,
+            arguments.public_users,
+            arguments.rows,
+            arguments.rounds,
+            arguments.users_per_pass,
+        )
+        text = json.dumps(result, indent=1)
+        print(text)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text + "\n")
+        return
     cases = []
     for model in arguments.models:
         width = arguments.width or {"small": 64, "lstm": 670}[model]
-        cases += [(model, users, width) for users in arguments.users]
+        sizes = [(users, width) for users in arguments.users]
         if arguments.scaling:
-            cases += [(model, users, width) for users in (10, 30)]
-            cases += [(model, arguments.users[0], part) for part in (width // 4, width // 2)]
-    if not arguments.json:
-        print(f"{platform.machine()}, {os.cpu_count()} cores; rows per user: {ROWS}, batches of 16")
-        print(
-            f"{'method':28} {'model':6} {'users':>6} {'width':>6} {'rounds/s':>12} "
-            f"{'start, s':>10} {'peak, MB':>10}"
-        )
-    for model, cohort, width in cases:
-        methods = ["ours", *(PEERS if arguments.peers else ())]
-        for method in methods:
+            most = max(arguments.users)
+            sizes = [(users, width) for users in (most // 4, most // 2, most)]
+            sizes += [(most, other) for other in OTHER_WIDTHS[model]]
+        cases += [
+            {"model": model, "users": users, "width": size, "method": method, "runs": []}
+            for users, size in sizes
+            for method in ("ours", *(arguments.peers or ()))
+        ]
+    for _ in range(arguments.repeats):
+        for case in cases:
             options = [
-                "--one", method, "--models", model, "--users", str(cohort),
-                "--rounds", str(arguments.rounds), "--width", str(width),
+                "--one", case["method"], "--models", case["model"], "--users", str(case["users"]),
+                "--rounds", str(arguments.rounds), "--width", str(case["width"]),
             ]  # fmt: skip
             if arguments.users_per_pass:
                 options += ["--users-per-pass", str(arguments.users_per_pass)]
-            python = sys.executable if method == "ours" else arguments.python
-            result = in_process(options, python)
-            if arguments.json:
-                case = {"method": method, "model": model, "users": cohort, "width": width}
-                print(json.dumps(case | result), flush=True)
-            else:
-                print(row_of(method, model, cohort, width, result), flush=True)
+            is_ours = case["method"] == "ours"
+            case["runs"].append(
+                in_process(options, sys.executable if is_ours else arguments.python)
+            )
+            print(row_of(case), file=sys.stderr, flush=True)
+            result = {
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "rows_per_user": ROWS,
+                "rounds": arguments.rounds,
+                "load_average": os.getloadavg(),
+                "cases": cases,
+            }
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{platform.machine()}, {os.cpu_count()} cores; {ROWS} rows per user in batches of 16")
+    print(
+        "| model | users | width | method | s per round | CPU s per round | start, s | peak, MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(map(row_of, cases)))
 
 
 if __name__ == "__main__":

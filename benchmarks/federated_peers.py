@@ -3,13 +3,21 @@
 Each runs with its own DP: central clipping and Gaussian noise. Nothing here imports mirrordp.
 """
 
-import resource
+import os
 import time
 
 import numpy as np
 import torch
 
-from benchmarks.federated import CLASSES, FEATURES, ROWS, VOCABULARY, user_rows
+from benchmarks.federated import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    VOCABULARY,
+    tree_cpu_seconds,
+    user_rows,
+    versions,
+)
 
 CLIP, NOISE, RATE, BATCH = 0.3, 1.0, 0.1, 16
 
@@ -67,23 +75,25 @@ def local_epoch(network: torch.nn.Module, x, y) -> None:
         optimizer.step()
 
 
+def now() -> tuple[float, float]:
+    """Seconds of the clock, and processor seconds of this process and its children."""
+    return time.perf_counter(), tree_cpu_seconds(os.getpid())
+
+
 def measure(peer: str, model: str, cohort: int, rounds: int, width: int) -> dict:
     run = {"flower": flower, "pfl": pfl_research}[peer]
     start = time.perf_counter()
-    times = run(model, cohort, rounds + 2, width)
-    gaps = np.diff(times)[1:]
+    times = np.asarray(run(model, cohort, rounds + 2, width))
+    seconds, cpu_seconds = np.diff(times, axis=0)[1:].T
     return {
-        "seconds_per_round": float(np.median(gaps)),
-        "first_call_seconds": float(times[1] - start),
-        "peak_megabytes": (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        )
-        / 1024,
+        "seconds_per_round": float(np.median(seconds)),
+        "cpu_seconds_per_round": float(np.mean(cpu_seconds)),
+        "first_call_seconds": float(times[1, 0] - start),
+        "versions": versions(),
     }
 
 
-def flower(model: str, cohort: int, rounds: int, width: int) -> list[float]:
+def flower(model: str, cohort: int, rounds: int, width: int) -> list[tuple[float, float]]:
     """Times at which Flower's server began its rounds."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
@@ -91,9 +101,11 @@ def flower(model: str, cohort: int, rounds: int, width: int) -> list[float]:
     from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
     from flwr.simulation import run_simulation
 
+    # Ray runs its workers at a low priority, which would cost Flower on a machine with other work.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
     num_users = 4 * cohort
     client_app, server_app = ClientApp(), ServerApp()
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
     cache: dict = {}
 
     @client_app.train()
@@ -114,7 +126,7 @@ def flower(model: str, cohort: int, rounds: int, width: int) -> list[float]:
 
     class Timed(FedAvg):
         def configure_train(self, *args, **options):
-            times.append(time.perf_counter())
+            times.append(now())
             return super().configure_train(*args, **options)
 
     @server_app.main()
@@ -140,7 +152,7 @@ def flower(model: str, cohort: int, rounds: int, width: int) -> list[float]:
     return times
 
 
-def pfl_research(model: str, cohort: int, rounds: int, width: int) -> list[float]:
+def pfl_research(model: str, cohort: int, rounds: int, width: int) -> list[tuple[float, float]]:
     """Times at which pfl-research finished its rounds."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -170,11 +182,11 @@ def pfl_research(model: str, cohort: int, rounds: int, width: int) -> list[float
     users = FederatedDataset(
         lambda user: Dataset([x[user], y[user]]), get_user_sampler("random", list(range(num_users)))
     )
-    times = [time.perf_counter()]
+    times = [now()]
 
     class Clock(TrainingProcessCallback):
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-            times.append(time.perf_counter())
+            times.append(now())
             return False, type(aggregate_metrics)()
 
     noise = GaussianMechanism(clipping_bound=CLIP, relative_noise_stddev=NOISE)

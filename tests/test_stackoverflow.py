@@ -1,5 +1,6 @@
 """The StackOverflow experiment: files, splits, the network, metrics, and stages that resume."""
 
+import dataclasses
 import itertools
 import json
 
@@ -12,6 +13,16 @@ import mirrordp
 from experiments import models
 from experiments.stackoverflow import command, data, report
 
+FACTS = {
+    "stand_in": True,
+    "private_users": 2860,
+    "public_users": 100,
+    "vocabulary_words": 6969,
+    "vocabulary_from": "public",
+    "test_unknown": 0.08,
+    "public_from": "held-out users",
+    "not_covered": ["the choice of settings"],
+}
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and", "or", "not"]
 
 
@@ -82,6 +93,13 @@ class TestPrepare:
         ranks = [data._rank(user, "split", 0) for user in users]
         assert len(set(ranks)) == len(users)
 
+    def test_a_sample_of_very_many_test_sentences(self, tsv, monkeypatch):
+        whole = data.prepare(tsv, num_public_users=5).test
+        monkeypatch.setattr(data, "MAX_EVALUATION", 7)
+        some = data.prepare(tsv, num_public_users=5)
+        assert len(some.test) == some.facts["test_sentences"] == 7 < len(whole)
+        assert {tuple(row) for row in some.test} <= {tuple(row) for row in whole}
+
     def test_the_vocabulary_is_public_unless_asked_otherwise(self, tsv):
         made = data.prepare(tsv, num_public_users=5)
         assert made.facts["vocabulary_from"] == "public"
@@ -124,6 +142,22 @@ class TestNetwork:
         }
         assert sum(sizes.values()) == 4_050_748
 
+    def test_the_recurrent_gradient_is_that_of_the_plain_lstm(self):
+        """Over rows and over users with weights of their own."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        nets = jax.vmap(models.stackoverflow_lstm(20, embedding=4, width=5).init)(keys)
+        inputs = jax.random.normal(jax.random.key(1), (3, 2, 7, 4))
+
+        def gradients(lstm):
+            def loss(cell, rows):
+                return jnp.sum(jnp.sin(jax.vmap(lstm, (None, 0))(cell, rows)))
+
+            return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))(nets["cell"], inputs)
+
+        plain, fast = gradients(models._lstm), gradients(models._fast_lstm)
+        for expected, got in zip(jax.tree.leaves(plain), jax.tree.leaves(fast), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
     def test_padding_has_no_loss(self):
         net = models.stackoverflow_lstm(20, embedding=4, width=5)
         params = net.init(jax.random.key(0))
@@ -137,7 +171,7 @@ class TestNetwork:
         logits = jnp.zeros(10).at[5].set(2.0).at[2].set(1.0)
         net = models.Network(None, lambda params, row: jnp.tile(logits, (len(row), 1)), None)
         rows = np.array([[1, 5, 6, 3, 2, 0], [1, 5, 5, 2, 0, 0]])
-        task = command.Task(None, net, {}, None, 0.0, None)
+        task = command.Task(None, net, {}, None, 1, None, 0.0, None)
         found = command.evaluate(task, {}, rows)
         assert found["accuracy"] == pytest.approx(3 / 4)
         losses = np.asarray(-jax.nn.log_softmax(logits))
@@ -150,21 +184,19 @@ class TestNetwork:
 class TestCommand:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
-        monkeypatch.setattr(command, "SERVER_RATES", (1.0,))
-        monkeypatch.setattr(command, "CLIENT_RATES", (0.5,))
-        monkeypatch.setattr(command, "CLIPS", (0.3,))
-        monkeypatch.setattr(command, "DIVISORS", (3,))
         monkeypatch.setattr(command, "USERS_PER_ROUND", 6)
         monkeypatch.setattr(command, "ROUNDS_PER_CALL", 2)
         # A PLD of much less noise takes seconds.
-        monkeypatch.setattr(command, "calibrated", lambda task, rounds: 4.0)
+        monkeypatch.setattr(command, "calibrated", lambda task: 4.0)
         ticks = itertools.count()
         monkeypatch.setattr(command, "clock", lambda: next(ticks))
 
     def arguments(self, tsv, out, *more):
         return [
             "--data", str(tsv), "--out", str(out), "--words", "10", "--width", "4",
-            "--public-users", "4", "--rounds", "4", "--tuning-rounds", "4", "--seeds", "1", *more,
+            "--public-users", "4", "--rounds", "4", "--tuning-rounds", "4", "--seeds", "1",
+            "--server-rates", "1", "--client-rates", "0.5", "--clips", "0.3", "--divisors", "3",
+            "--users-per-pass", "3", *more,
         ]  # fmt: skip
 
     def test_stops_goes_on_and_ends_with_the_same_numbers(self, tsv, tmp_path, capsys):
@@ -173,7 +205,7 @@ class TestCommand:
         codes = []
         while not codes or codes[-1] == 75:
             # Enough for one run, and too little for the one after it.
-            codes.append(command.main(self.arguments(tsv, tmp_path / "cut", "--max-seconds", "9")))
+            codes.append(command.main(self.arguments(tsv, tmp_path / "cut", "--max-seconds", "7")))
             assert len(codes) < 9
         whole, cut = (
             {json.dumps(r["job"]): r for r in command.records.read(tmp_path / name / "runs.jsonl")}
@@ -196,7 +228,31 @@ class TestCommand:
         assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
         assert (tmp_path / "whole" / "runs.jsonl").read_text() == before
 
-    def test_selection_never_sees_the_test_users(self, monkeypatch):
+    def test_the_check_with_the_papers_noise(self, tsv, tmp_path, monkeypatch):
+        assert command.PAPER_NOISE == 0.4
+        # With as little noise as that the accounting takes a minute.
+        monkeypatch.setattr(command, "PAPER_NOISE", 4.0)
+        assert command.main(self.arguments(tsv, tmp_path, "--stages", "check")) == 0
+        (record,) = command.records.read(tmp_path / "runs.jsonl")
+        assert record["job"]["noise_multiplier"] == 4.0
+        assert record["job"]["stage"] == "check"
+        assert np.isfinite(record["metrics"]["perplexity"])
+        text = (tmp_path / "table.md").read_text()
+        assert text.startswith("No final run yet.")
+        assert "Mechanics only, not a result: 4 rounds" in text
+        assert f"ε = {record['epsilon']:.1f} here" in text
+
+    def test_fixed_size_cohorts_have_their_own_accounting(self, tsv):
+        prepared = data.prepare(tsv, num_public_users=5)
+        poisson = command.Task(prepared, None, {}, None, 4, None, 0.0, None)
+        fixed = dataclasses.replace(poisson, fixed_size=True)
+        made = command.mechanism(fixed, 4.0)
+        assert made.sampling.batch_size == 6
+        assert made.adjacency is mirrordp.Adjacency.REPLACE
+        assert made.epsilon(1e-6) > command.mechanism(poisson, 4.0).epsilon(1e-6)
+        assert fixed.key != poisson.key
+
+    def test_selection_never_sees_the_test_users(self):
         class Fake(command.Log):
             def __init__(self):
                 pass
@@ -207,9 +263,74 @@ class TestCommand:
                     "metrics": {"perplexity": -job.client_rate},
                 }
 
-        monkeypatch.setattr(command, "CLIENT_RATES", (0.5, 0.1, 0.2))
-        best = min(command.jobs_of_rates(2, 1.0), key=Fake().validation_loss)
+        grid = command.Grid(client_rates=(0.5, 0.1, 0.2))
+        best = min(command.jobs_of_rates(grid, 2, 1.0), key=Fake().validation_loss)
         assert best.client_rate == 0.1
+
+    def test_table_and_figure_from_lines_alone(self, tmp_path, capsys):
+        """Three methods, two seeds, a search and a check; lines of other data are left out."""
+        pytest.importorskip("matplotlib")
+
+        def line(stage, method, seed=0, *, perplexity=100.0, accuracy=0.2, key="new", **job):
+            values = {"accuracy": accuracy, "perplexity": perplexity, "word_perplexity": perplexity}
+            settings = command.Job(
+                stage, method, seed, 20, 1.0, 0.5, 0.3, noise_multiplier=job.pop("noise", 0.7)
+            )
+            return {
+                "experiment": "stackoverflow",
+                "key": key,
+                "job": dataclasses.asdict(dataclasses.replace(settings, **job)),
+                "facts": FACTS,
+                "metrics": values,
+                "validation": values,
+                "curve": [{"round": number, "seconds": 1.0} | values for number in (0, 10, 20)],
+                "epsilon": 123.4 if stage == "check" else 8.29,
+                "delta": 1e-6,
+                "adjacency": "zero-out",
+                "unit": "user",
+                "sampling": "Poisson, q = 0.035",
+                "accountant": "pld",
+            }
+
+        lines = [
+            line("final", "pda", perplexity=1.0, accuracy=0.99, key="old"),
+            line("rates", "warm", perplexity=90.0),
+            line("rates", "warm", perplexity=None, clip=1.0),
+            line("alpha", "pda", divisor=3, perplexity=80.0),
+            line("check", "pda", divisor=5, noise=0.4),
+        ]
+        for seed in (1, 2):
+            lines += [
+                line("final", "cold", seed, perplexity=200.0 + seed, accuracy=0.10),
+                line("final", "warm", seed, perplexity=110.0 + seed, accuracy=0.20),
+                line("final", "pda", seed, perplexity=100.0 + seed, accuracy=0.21, divisor=3),
+            ]
+        for made in lines:
+            command.records.append(tmp_path / "runs.jsonl", made)
+        readme = tmp_path / "README.md"
+        readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+        out = str(tmp_path)
+        assert command.main(["--out", out, "--plot-only", "--readme", str(readme)]) == 0
+        text = (tmp_path / "table.md").read_text()
+        assert text in capsys.readouterr().out
+        assert "STAND-IN" in text
+        assert "ε = 8.29 at δ = 1e-06 per user" in text
+        assert "| DP-FedAvg cold | 2 | 10.00 ± 0.00 | 201.50 ± 0.71 |" in text
+        assert "| PDA-DPMD warm | 2 | 21.00 ± 0.00 | 101.50 ± 0.71 |" in text
+        assert "accuracy 1.00 ± 0.00 points, perplexity -10.00 ± 0.00" in text
+        assert "| 1, 0.5, 0.3 | 90.0 |\n| 1, 0.5, 1 | diverged |" in text
+        assert "| 3 | 80.0 |" in text
+        assert "Mechanics only, not a result: 20 rounds" in text
+        assert "ε = 123.4" in text
+        assert readme.read_text() == f"before\n{report.BEGIN}\n{text}{report.END}\nafter\n"
+        figure = (tmp_path / "figure.svg").read_text()
+        assert "STAND-IN" in figure
+        assert "ε = 8.29" in figure
+
+    def test_plotting_without_lines(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            command.main(["--out", str(tmp_path), "--plot-only"])
+        assert "expected finished runs" in capsys.readouterr().err
 
     def test_a_table_without_runs(self):
         assert report.table([]) == "No final run yet.\n"

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,14 @@ from experiments.stackoverflow.data import (
     Prepared,
     prepare,
 )
-from mirrordp import Mechanism, PoissonSampling, federated, schedules
+from mirrordp import (
+    Adjacency,
+    FixedSizeSampling,
+    Mechanism,
+    PoissonSampling,
+    federated,
+    schedules,
+)
 from mirrordp.training import randomness
 
 ROOT = Path(__file__).parents[2]
@@ -81,38 +88,56 @@ class Task:
     network: models.Network
     size: dict[str, int]
     public_per_round: int | None
+    total_rounds: int
+    users_per_pass: int | None
     deadline: float
     out: Path
+    fixed_size: bool = False
 
     @property
     def key(self) -> str:
         """Identifies the settings that every line shares."""
         shared = {"facts": self.prepared.facts, "size": self.size, "users": USERS_PER_ROUND}
-        return records.fingerprint(shared | {"public_per_round": self.public_per_round})
+        shared["public_per_round"] = self.public_per_round
+        return records.fingerprint(shared | ({"fixed_size": True} if self.fixed_size else {}))
 
 
-def mechanism(task: Task, rounds: int, noise_multiplier: float) -> Mechanism:
-    """Poisson sampling of users, 100 expected; in units of the clip norm."""
-    users = min(USERS_PER_ROUND, len(task.prepared.private))
+def _sampling(task: Task) -> dict[str, Any]:
+    """100 users a round, or as many as there are: expected, or exactly.
+
+    Exactly 100 are accounted for under replacement of a user, which has sensitivity 2C.
+    """
+    num_users = len(task.prepared.private)
+    users = min(USERS_PER_ROUND, num_users)
+    if task.fixed_size:
+        sampling = FixedSizeSampling(batch_size=users, num_examples=num_users)
+        return {"sampling": sampling, "adjacency": Adjacency.REPLACE}
+    return {"sampling": PoissonSampling.for_batch_size(users, num_examples=num_users)}
+
+
+def mechanism(task: Task, noise_multiplier: float) -> Mechanism:
+    """The mechanism in units of the clip norm.
+
+    Made for the rounds of the final runs also where a run takes fewer: all are one program.
+    """
     return Mechanism(
-        sampling=PoissonSampling.for_batch_size(users, num_examples=len(task.prepared.private)),
         l2_clip_norm=1.0,
         noise_multiplier=noise_multiplier,
-        num_steps=rounds,
+        num_steps=task.total_rounds,
         unit="user",
+        **_sampling(task),
     )
 
 
-def calibrated(task: Task, rounds: int) -> float:
-    """The noise multiplier that gives ε = 8.32 after `rounds` rounds over the private users."""
-    template = mechanism(task, rounds, 1.0)
+def calibrated(task: Task) -> float:
+    """The noise multiplier that gives ε = 8.32 after the final runs' rounds."""
     found = Mechanism.calibrate(
         epsilon=EPSILON,
         delta=DELTA,
-        sampling=template.sampling,
-        num_steps=rounds,
+        num_steps=task.total_rounds,
         l2_clip_norm=1.0,
         unit="user",
+        **_sampling(task),
     )
     return found.noise_multiplier
 
@@ -133,7 +158,7 @@ def _totals(network: models.Network, params, rows: jax.Array) -> jax.Array:
              is_real.sum()]
         )  # fmt: skip
 
-    return jax.lax.map(one, rows, batch_size=256)
+    return jax.lax.map(one, rows, batch_size=512)
 
 
 def evaluate(task: Task, params, rows: np.ndarray) -> dict[str, float | None]:
@@ -166,14 +191,22 @@ def _adam() -> optax.GradientTransformation:
 
 
 def warm_start(task: Task, seed: int) -> Any:
-    """Parameters pre-trained on public users, who also say when to stop; kept in a file."""
+    """Parameters pre-trained on public users, a fifth of whom say when to stop; kept in a file.
+
+    The same users judge whatever the seed, so that all seeds have the same shapes.
+    """
     start = task.network.init(jax.random.key(seed))
     path = task.out / "unfinished" / f"warm-{task.key}-{seed}.npz"
     if not path.exists():
-        found = mirrordp.warm_start_clients(
+        began = clock()
+        public = task.prepared.public
+        order = np.random.default_rng(0).permutation(len(public))
+        judges = max(1, len(order) // 5)
+        found = mirrordp.warm_start(
             task.network.loss,
             start,
-            task.prepared.public,
+            public.take(order[judges:]).examples,
+            holdout=public.take(order[:judges]).examples,
             optimizer=_adam(),
             batch_size=CLIENT_BATCH,
             patience=3,
@@ -182,6 +215,11 @@ def warm_start(task: Task, seed: int) -> Any:
             seed=seed,
         )
         save(path, found.params, {"epochs": found.num_epochs})
+        print(
+            f"warm start {seed}: {found.num_epochs} epochs, {clock() - began:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return load(path, start)[0]
 
 
@@ -231,7 +269,7 @@ def run(task: Task, job: Job) -> records.Record:
         if job.method == COLD
         else warm_start(task, job.seed)
     )
-    made = mechanism(task, job.rounds, job.noise_multiplier)
+    made = mechanism(task, job.noise_multiplier)
     alpha = 1.0
     if job.divisor is not None:
         alpha = schedules.cosine(decay_steps=job.divisor * job.rounds / 2)
@@ -251,12 +289,14 @@ def run(task: Task, job: Job) -> records.Record:
     curve: list[dict[str, Any]] = []
     seconds = 0.0
     if path.exists():
-        state, curve = load(path, state)
-        seconds = curve[-1]["seconds"]
+        state, notes = load(path, state)
+        curve, seconds = notes["curve"], notes["seconds"]
         print(f"  goes on after round {int(state.round)}", file=sys.stderr, flush=True)
-    else:
+    elif job.stage == "final":
         curve.append({"round": 0, "seconds": 0.0} | evaluate(task, start, task.prepared.test))
-    evaluations = {round(job.rounds * part / 10) for part in range(1, 11)} - {0}
+    # A curve of the final runs; the others are judged at their end.
+    parts = range(1, 11) if job.stage == "final" else ()
+    evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
     # Same noise and cohorts whatever the method: differences between methods are paired.
     iterator = mirrordp.federated_train(
         task.network.loss,
@@ -267,14 +307,18 @@ def run(task: Task, job: Job) -> records.Record:
         client_learning_rate=job.client_rate,
         optimizer=_server_sgd(),
         alpha=alpha,
+        num_rounds=job.rounds,
         client_batch_size=CLIENT_BATCH,
         public_batch_size=task.public_per_round,
         seed=job.seed,
         rounds_per_call=ROUNDS_PER_CALL,
+        users_per_pass=task.users_per_pass,
         state=state,
     )
     done = int(state.round)
+    ended, paces = clock(), []
     for state, info in iterator:
+        paces.append((clock() - ended) / (info.round - done))
         now = seconds + clock() - began
         if any(done < number <= info.round for number in evaluations):
             curve.append(
@@ -283,14 +327,10 @@ def run(task: Task, job: Job) -> records.Record:
             )
         done = info.round
         if clock() > task.deadline and info.round < job.rounds:
-            if curve[-1]["round"] != info.round:
-                curve.append(
-                    {"round": info.round, "seconds": round(now, 1)}
-                    | evaluate(task, state.params, task.prepared.test)
-                )
-            save(path, state, curve)
+            save(path, state, {"curve": curve, "seconds": round(now, 1)})
             raise OutOfTime
-    guarantee = _guarantee(made)
+        ended = clock()
+    guarantee = _guarantee(made, job.rounds)
     path.unlink(missing_ok=True)
     return {
         "metrics": evaluate(task, state.params, task.prepared.test),
@@ -300,17 +340,18 @@ def run(task: Task, job: Job) -> records.Record:
         "delta": DELTA,
         "adjacency": made.adjacency.value,
         "unit": made.unit,
-        "sampling": f"Poisson, q = {made.sampling.sampling_prob:.6g}",
+        "sampling": f"{made.sampling.name}, q = {made.sampling.sampling_prob:.6g}",
         "accountant": guarantee.method,
         "tuning_charged": False,
         "seconds": round(seconds + clock() - began, 1),
+        "seconds_per_round": round(float(np.median(paces)), 4),
     }
 
 
 @functools.cache
-def _guarantee(made: Mechanism) -> mirrordp.accounting.Epsilon:
+def _guarantee(made: Mechanism, rounds: int) -> mirrordp.accounting.Epsilon:
     # The accounting of a thousand rounds takes seconds.
-    return made.guarantee(DELTA)
+    return made.guarantee(DELTA, num_steps=rounds)
 
 
 class Log:
@@ -348,7 +389,12 @@ class Log:
             }
             records.append(self._path, record)
             self._found[job] = record
-            print(f"  {record['metrics']}, {record['seconds']} s", file=sys.stderr, flush=True)
+            print(
+                f"  {record['metrics']}, {record['seconds']} s, "
+                f"{record['seconds_per_round']} s a round",
+                file=sys.stderr,
+                flush=True,
+            )
         return self._found[job]
 
     def validation_loss(self, job: Job) -> float:
@@ -361,11 +407,20 @@ class Log:
         return list(self._found.values())
 
 
-def jobs_of_rates(rounds: int, noise: float) -> Iterator[Job]:
-    """The paper's grid on the warm start."""
-    for clip in CLIPS:
-        for client_rate in CLIENT_RATES:
-            for server_rate in SERVER_RATES:
+class Grid(NamedTuple):
+    """What is searched; by default the paper's grid."""
+
+    server_rates: Sequence[float] = SERVER_RATES
+    client_rates: Sequence[float] = CLIENT_RATES
+    clips: Sequence[float] = CLIPS
+    divisors: Sequence[int] = DIVISORS
+
+
+def jobs_of_rates(grid: Grid, rounds: int, noise: float) -> Iterator[Job]:
+    """The grid on the warm start."""
+    for clip in grid.clips:
+        for client_rate in grid.client_rates:
+            for server_rate in grid.server_rates:
                 yield Job(
                     "rates", WARM, 0, rounds, server_rate, client_rate, clip,
                     noise_multiplier=noise,
@@ -373,19 +428,25 @@ def jobs_of_rates(rounds: int, noise: float) -> Iterator[Job]:
 
 
 def staged(
-    log: Log, stages: Sequence[str], rounds: int, tuning_rounds: int, seeds: int, noise: float
+    log: Log,
+    stages: Sequence[str],
+    grid: Grid,
+    rounds: int,
+    tuning_rounds: int,
+    seeds: int,
+    noise: float,
 ) -> None:
     """Runs the stages; each needs the ones before it."""
     if "check" in stages:
         log.record(Job("check", PDA, 0, min(tuning_rounds, 20), 1.0, 0.2, 0.3, 5, PAPER_NOISE))
     if not {"rates", "alpha", "final"} & set(stages):
         return
-    rates = min(jobs_of_rates(tuning_rounds, noise), key=log.validation_loss)
+    rates = min(jobs_of_rates(grid, tuning_rounds, noise), key=log.validation_loss)
     if not {"alpha", "final"} & set(stages):
         return
     candidates = [
         dataclasses.replace(rates, stage="alpha", method=PDA, divisor=divisor)
-        for divisor in DIVISORS
+        for divisor in grid.divisors
     ]
     best = min(candidates, key=log.validation_loss)
     if "final" not in stages:
@@ -424,16 +485,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1600, help="rounds of the final runs")
     parser.add_argument("--tuning-rounds", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--server-rates", type=float, nargs="+", default=SERVER_RATES)
+    parser.add_argument("--client-rates", type=float, nargs="+", default=CLIENT_RATES)
+    parser.add_argument("--clips", type=float, nargs="+", default=CLIPS)
+    parser.add_argument("--divisors", type=int, nargs="+", default=DIVISORS,
+                        help="i of alpha_t = cos(pi t / (i T))")  # fmt: skip
     parser.add_argument("--public-per-round", type=int, help="public users a round (all)")
+    parser.add_argument("--fixed-size", action="store_true",
+                        help="exactly 100 users a round, with the accounting of that")  # fmt: skip
+    parser.add_argument("--users-per-pass", type=int,
+                        help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
                         help="stop cleanly after about so many; call again to go on")  # fmt: skip
     parser.add_argument("--words", type=int, default=VOCABULARY_SIZE, help="of the vocabulary")
     parser.add_argument("--public-users", type=int, default=NUM_PUBLIC_USERS)
     parser.add_argument("--width", type=int, default=670, help="of the LSTM; 670 is the paper's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--plot-only", action="store_true", help="compute nothing")
+    parser.add_argument(
+        "--plot-only", action="store_true", help="table and figure of finished runs; reads no data"
+    )
+    parser.add_argument(
+        "--readme", type=Path, help="also write the table into the marked section of this file"
+    )
     arguments = parser.parse_args(argv)
     began = clock()
+    lines = arguments.out / "runs.jsonl"
+    if arguments.plot_only:
+        found = records.read(lines)
+        if not found:
+            parser.error(f"expected finished runs in {lines}, got none; leave out --plot-only")
+        report.write(report.newest(found), arguments.out, readme=arguments.readme)
+        return 0
     if not arguments.data.exists():
         parser.error(
             f"expected the users in {arguments.data}, got no such file; run unpack.py data "
@@ -455,27 +537,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         models.stackoverflow_lstm(num_tokens, width=arguments.width, pad=PAD),
         size,
         arguments.public_per_round,
+        arguments.rounds,
+        arguments.users_per_pass,
         began + arguments.max_seconds,
         arguments.out,
+        arguments.fixed_size,
     )
-    log = Log(arguments.out / "runs.jsonl", task)
+    log = Log(lines, task)
+    grid = Grid(arguments.server_rates, arguments.client_rates, arguments.clips, arguments.divisors)
+    # The noise of the long runs, also in the short ones that choose settings.
+    noise = calibrated(task)
+    print(f"{prepared.facts}\nnoise multiplier {noise:.4f}", file=sys.stderr, flush=True)
     complete = True
-    if not arguments.plot_only:
-        # The noise of the long runs, also in the short ones that choose settings.
-        noise = calibrated(task, arguments.rounds)
-        print(f"{prepared.facts}\nnoise multiplier {noise:.4f}", file=sys.stderr, flush=True)
-        try:
-            staged(
-                log,
-                arguments.stages,
-                arguments.rounds,
-                arguments.tuning_rounds,
-                arguments.seeds,
-                noise,
-            )
-        except OutOfTime:
-            complete = False
-            print("out of time; call again to go on", file=sys.stderr)
-    report.write(log.all(), arguments.out)
+    try:
+        staged(
+            log,
+            arguments.stages,
+            grid,
+            arguments.rounds,
+            arguments.tuning_rounds,
+            arguments.seeds,
+            noise,
+        )
+    except OutOfTime:
+        complete = False
+        print("out of time; call again to go on", file=sys.stderr)
+    report.write(log.all(), arguments.out, readme=arguments.readme)
     # 75 says "try again" to a script.
     return 0 if complete else 75

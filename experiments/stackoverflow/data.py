@@ -27,6 +27,8 @@ VOCABULARY_SIZE = 10_000
 SEQUENCE_LENGTH = 20
 MAX_SENTENCES = 256
 NUM_PUBLIC_USERS = 100
+# The published test users have millions of sentences; a sample of so many is judged often enough.
+MAX_EVALUATION = 100_000
 
 User = tuple[str, list[str]]
 
@@ -171,8 +173,8 @@ class Prepared:
         private: users whose privacy the run protects.
         public: users on the server's side.
         validation: rows of private users held out to choose settings; what they tell is not
-            covered by the guarantee.
-        test: rows of test users.
+            covered by the guarantee. A sample where they are very many.
+        test: rows of test users, likewise.
         facts: counts and choices, stored with every result.
     """
 
@@ -223,7 +225,7 @@ def prepare(
     for name, sentences in read(data):
         own, rest = cut(name, sentences, seed)
         kept.append((name, own))
-        if rest:
+        if rest and overflow:
             over.append((f"overflow of {name}", rest))
     kept.sort(key=lambda user: _rank(user[0], "split", seed))
     if test_data is None:
@@ -268,7 +270,10 @@ def prepare(
         )
 
     def rows(users):
-        return np.concatenate([encode(sentences, vocabulary) for _, sentences in users])
+        made = np.concatenate([encode(sentences, vocabulary) for _, sentences in users])
+        if len(made) <= MAX_EVALUATION:
+            return made
+        return made[np.random.default_rng(seed).choice(len(made), MAX_EVALUATION, replace=False)]
 
     private, public = clients(PrivateClients, private), clients(PublicClients, public)
     validation, test_rows = rows(validation), rows(test)

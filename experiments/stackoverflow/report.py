@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.records import Record
 
+BEGIN, END = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
 LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
 PAPER = {"cold": (18.52, 116.21), "warm": (21.2, 85.03), "pda": (21.77, 80.51)}
 # Okabe and Ito's palette; markers tell the lines apart in grey.
@@ -18,6 +19,11 @@ def final(found: Sequence[Record]) -> list[Record]:
     runs = [record for record in found if record["job"]["stage"] == "final"]
     most = max((record["job"]["rounds"] for record in runs), default=0)
     return [record for record in runs if record["job"]["rounds"] == most]
+
+
+def newest(found: Sequence[Record]) -> list[Record]:
+    """The lines that share data and sizes with the newest one; others are not comparable."""
+    return [record for record in found if record["key"] == found[-1]["key"]]
 
 
 def title(record: Record) -> str:
@@ -38,11 +44,64 @@ def _mean(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f}{spread}"
 
 
+def _gain(runs: Sequence[Record], metric: str, scale: float) -> str:
+    """PDA-DPMD minus warm, seed by seed: both have the same start, cohorts and noise."""
+    by_seed: dict[int, dict[str, float]] = {}
+    for record in runs:
+        by_seed.setdefault(record["job"]["seed"], {})[record["job"]["method"]] = record["metrics"][
+            metric
+        ]
+    pairs = [own for own in by_seed.values() if None not in (own.get("pda"), own.get("warm"))]
+    return _mean([scale * (own["pda"] - own["warm"]) for own in pairs]) if pairs else "unknown"
+
+
+def _search(found: Sequence[Record], runs: Sequence[Record]) -> list[str]:
+    """How the settings of the final runs were chosen."""
+    noise = runs[0]["job"]["noise_multiplier"]
+    lines = []
+    for stage, name in (("rates", "server rate, client rate, clip"), ("alpha", "i")):
+        points = [
+            record
+            for record in found
+            if record["job"]["stage"] == stage and record["job"]["noise_multiplier"] == noise
+        ]
+        if not points:
+            continue
+        lines += [
+            "",
+            f"Search of {name}: seed 0, {points[0]['job']['rounds']} rounds, perplexity of "
+            "held-out private users (not covered by the guarantee):",
+            "",
+            f"| {name} | perplexity |",
+            "|---|---|",
+        ]
+        for record in sorted(points, key=lambda r: r["validation"]["perplexity"] or float("inf")):
+            job, value = record["job"], record["validation"]["perplexity"]
+            names = ("server_rate", "client_rate", "clip") if stage == "rates" else ("divisor",)
+            setting = ", ".join(f"{job[name]:g}" for name in names)
+            lines.append(f"| {setting} | {'diverged' if value is None else f'{value:.1f}'} |")
+    return lines
+
+
+def _check(found: Sequence[Record]) -> list[str]:
+    """The run with the paper's noise, which has no meaningful ε on a small set of users."""
+    lines = []
+    for record in found:
+        if record["job"]["stage"] == "check":
+            epsilon = "infinite" if record["epsilon"] is None else f"{record['epsilon']:.1f}"
+            lines += [
+                "",
+                f"Mechanics only, not a result: {record['job']['rounds']} rounds with the paper's "
+                f"noise multiplier {record['job']['noise_multiplier']:g} have ε = {epsilon} here.",
+            ]
+    return lines
+
+
 def table(found: Sequence[Record]) -> str:
     """Markdown: mean ± standard deviation over seeds, the paper's numbers beside them."""
     runs = final(found)
     if not runs:
-        return "No final run yet.\n"
+        return "\n".join(["No final run yet.", *_check(found)]) + "\n"
     lines = [
         title(runs[0]),
         "",
@@ -76,11 +135,18 @@ def table(found: Sequence[Record]) -> str:
         f"users; {100 * facts['test_unknown']:.1f}% of test words are unknown. Public users: "
         f"{facts['public_from']}. Not covered by the guarantee: {'; '.join(facts['not_covered'])}.",
     ]
-    return "\n".join(lines) + "\n"
+    if {"warm", "pda"} <= {record["job"]["method"] for record in runs}:
+        lines += [
+            "",
+            f"PDA-DPMD minus warm, seed by seed: accuracy {_gain(runs, 'accuracy', 100)} points, "
+            f"perplexity {_gain(runs, 'perplexity', 1)}.",
+        ]
+    return "\n".join(lines + _search(found, runs) + _check(found)) + "\n"
 
 
 def figure(found: Sequence[Record], path: Path) -> None:
     """Accuracy and perplexity on test users against rounds: mean over seeds."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     runs = final(found)
@@ -117,15 +183,21 @@ def figure(found: Sequence[Record], path: Path) -> None:
         f"ε = {record['epsilon']:.2f} at δ = {record['delta']:g} per user",
         fontsize=10,
     )
-    drawing.savefig(path, metadata={"Date": None})
+    # Text stays text, and the same lines give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stackoverflow"}):
+        drawing.savefig(path, metadata={"Date": None})
 
 
-def write(found: Sequence[Record], out: Path) -> None:
-    """Writes table.md and, where matplotlib is installed, figure.svg."""
+def write(found: Sequence[Record], out: Path, *, readme: Path | None = None) -> None:
+    """Writes table.md, the marked section of `readme`, and, with matplotlib there, figure.svg."""
     text = table(found)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(text)
     print(text)
+    if readme is not None:
+        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+        _, after = rest.split(END)
+        readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
     if not final(found):
         return
     try:
