@@ -91,14 +91,17 @@ class Session:
                 bar.total = total
                 bar.update(step - bar.n)
 
+            # A group that is not full would be another program to compile, which takes longer than
+            # to train the last run of it again.
+            full = [*group, *[group[-1]] * (settings.together - len(group))]
             lines = run_points(
-                group,
+                full,
                 data,
                 self._warm_starts,
                 kind=kind,
                 on_progress=on_progress,
                 max_steps=self.max_steps,
-            )
+            )[: len(group)]
         for line in lines:
             records.append(results.file_of(self.folder, settings.name), line)
             if not self.quiet:
