@@ -46,6 +46,7 @@ class Session:
         self._loaded: dict = {}
         self._warm_starts = WarmStarts(self.warm_starts)
         self._slowest: dict = {}
+        self._compiled: set[tuple[str, str]] = set()
 
     def data(self, settings: Settings, kind: str) -> Loaded:
         """The data of a sweep or of final runs; one data set is kept in memory at a time."""
@@ -91,11 +92,8 @@ class Session:
                 bar.total = total
                 bar.update(step - bar.n)
 
-            # A group that is not full would be another program to compile, which takes longer than
-            # to train the last run of it again.
-            full = [*group, *[group[-1]] * (settings.together - len(group))]
             lines = run_points(
-                full,
+                self._filled(group, kind),
                 data,
                 self._warm_starts,
                 kind=kind,
@@ -108,6 +106,19 @@ class Session:
                 print(_summary(line), flush=True)
         self._slowest[sort] = max(expected, 1.1 * (time.monotonic() - begun))
         return lines
+
+    def _filled(self, group, kind: str):
+        """A group of the size that the settings say, if the program for it is there already.
+
+        A smaller group would be another program to compile, which takes longer than to train the
+        last run of the group once more.
+        """
+        settings = group[0][0]
+        if len(group) == settings.together:
+            self._compiled.add((settings.name, kind))
+        if (settings.name, kind) not in self._compiled:
+            return group
+        return [*group, *[group[-1]] * (settings.together - len(group))]
 
 
 def _groups(points: Sequence[tuple[Settings, int]]) -> Iterable[list[tuple[Settings, int]]]:

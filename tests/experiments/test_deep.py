@@ -368,11 +368,15 @@ def test_how_a_number_is_spelled_makes_no_other_run():
 def test_runs_train_together_as_settings_say(tmp_path, counted):
     settings = settings_of("emnist/warm-s1.89", together=2)
     lines = session(tmp_path).lines([(settings, seed) for seed in (1, 2, 3)], kind="final")
-    # The second group is filled up with its last run, whose line is kept once.
+    # The second group has the first one's program, filled up with its last run (one line is kept).
     assert [[point[-1] for point in group] for group in counted] == [[1, 2], [3, 3]]
     assert [line["seed"] for line in lines] == [1, 2, 3]
     assert len(results.by_id(tmp_path)) == 3
     assert len((tmp_path / "emnist.jsonl").read_text().splitlines()) == 3
+    # A run alone stays alone.
+    counted.clear()
+    session(tmp_path).lines([(settings, 4)], kind="final")
+    assert [len(group) for group in counted] == [1]
 
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path, counted, monkeypatch):
