@@ -631,6 +631,8 @@ def _print_guarantee(
         print(json.dumps(result, allow_nan=False))
         return
     kept = "counts as public" if adjacency.num_examples_is_public else "is secret"
+    if not adjacency.num_examples_is_public and arguments.num_examples is not None:
+        kept += ": take a public guess for --num-examples, and fix probability and divisor with it"
     rows = [
         ("epsilon", f"{upwards(found.epsilon, 6)} at delta {arguments.delta:g}"),
         (

@@ -59,6 +59,15 @@ def test_account_gives_the_columns_of_the_paper(capsys, sigma, n, batch, steps, 
         assert found == pytest.approx(rdp, abs=0.01)
 
 
+def test_a_number_of_records_that_is_secret_is_asked_for_as_a_guess(capsys):
+    options = ["account", "--noise-multiplier", "2", "--steps", "9", "--delta", "1e-5"]
+    options += ["--adjacency", "add-remove", "--accountant", "rdp"]
+    assert cli.main([*options, "--num-examples", "1000", "--batch-size", "10"]) == 0
+    assert "is secret: take a public guess for --num-examples" in capsys.readouterr().out
+    assert cli.main([*options, "--sampling-prob", "0.01"]) == 0
+    assert "is secret\n" in capsys.readouterr().out
+
+
 def test_coarse_orders_give_the_quoted_value(capsys):
     found = run_json(
         capsys,
