@@ -337,10 +337,12 @@ class TestTraining:
         sums = np.stack([8.0 * tools.released_gradients(run()) for _ in range(20)])
         steps = sums.astype(np.float64) / granularity
         np.testing.assert_array_equal(steps, np.rint(steps))
-        assert len(np.unique(sums[:, :, 0])) == 240
-        # Differences of runs: noise of two, and batches that vary by less than 1.
+        # All three coordinates: single ones of 240 draws meet on this lattice now and then.
+        assert len(np.unique(sums.reshape(240, 3), axis=0)) == 240
+        # Differences of runs: noise of two, and batches that vary by less than 1. Five standard
+        # errors of 360 draws are 19%.
         spread = np.std(sums[::2] - sums[1::2]) / math.sqrt(2)
-        assert 3.6 < spread < 4.6
+        assert 3.3 < spread < 4.9
 
     def test_poisson_batches(self):
         draws = list(tools.mechanism(
@@ -350,7 +352,7 @@ class TestTraining:
         for row, draw in zip(table, draws, strict=True):
             row[draw] = True
         assert statistical.accepts_frequency(int(table.sum()), table.size, 0.2)
-        assert not statistical.accepts_frequency(int(table.sum()), table.size, 0.22)
+        assert not statistical.accepts_frequency(int(table.sum()), table.size, 0.24)
         assert statistical.accepts_equal_frequencies(table.sum(axis=0), 600, 0.2)
         sizes = table.sum(axis=1)
         assert statistical.accepts_equal_frequencies(sizes, 40, 0.2)
