@@ -14,7 +14,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks.timing import Contender, measure
 
@@ -155,6 +157,12 @@ def versions(device: str) -> dict[str, str]:
 
         found |= {"torch": torch.__version__, "opacus": opacus.__version__}
     return found
+
+
+def write_json(path: Path, device: str, rows: Sequence[Any]) -> None:
+    """Measured rows with what they were measured on."""
+    found = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def table(rows: list[Row]) -> str:

@@ -9,7 +9,6 @@ plus default noise.
 
 import argparse
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.clipping import versions
+from benchmarks.clipping import versions, write_json
 from benchmarks.timing import Contender, measure
 from benchmarks.training import problem
 from mirrordp import GaussianNoise, Mechanism, PoissonSampling, SecureGaussianNoise
@@ -118,8 +117,7 @@ def main() -> None:
     for row in found:
         print(f"| {row.part} | {row.milliseconds:.2f} | {100 * row.share:.1f}% |")
     if arguments.json:
-        content = {"versions": versions(device), "rows": [dataclasses.asdict(r) for r in found]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(arguments.json, device, found)
 
 
 if __name__ == "__main__":

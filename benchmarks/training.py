@@ -8,7 +8,6 @@ compiler overlaps and fuses them.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import numpy as np
 import optax
 
 import mirrordp
-from benchmarks.clipping import NETWORKS, versions
+from benchmarks.clipping import NETWORKS, write_json
 from benchmarks.timing import Contender, measure
 from experiments import models
 from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
@@ -186,8 +185,7 @@ def main() -> None:
     for row in rows:
         print(f"| {row.network} | {row.part} | {row.milliseconds:.3f} |")
     if arguments.json:
-        result = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, device, rows)
 
 
 if __name__ == "__main__":

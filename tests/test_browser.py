@@ -38,6 +38,7 @@ def browser(tmp_path_factory):
         reason = "needs chromium and chromedriver (apt-get install chromium chromium-driver)"
         if os.environ.get("MIRRORDP_REQUIRE_BROWSER"):
             pytest.fail(f"{reason} and selenium, and MIRRORDP_REQUIRE_BROWSER is set")
+        # Not everybody who runs the tests has a browser; CI sets the variable.
         pytest.skip(reason)
     options = webdriver.ChromeOptions()
     options.binary_location = binary

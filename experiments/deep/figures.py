@@ -21,6 +21,7 @@ from experiments.deep.settings import ALGORITHMS, Settings
 from experiments.deep.sweep import loss
 from experiments.deep.table import DATASETS, LABELS, title_of
 from experiments.records import Record
+from mirrordp.report import upwards
 
 # Okabe and Ito's palette, told apart by readers with any common colour blindness.
 COLOURS = {"cold": "#0072B2", "warm": "#D55E00", "pda": "#009E73"}
@@ -91,7 +92,7 @@ def draw_training(
     panels = figure.subplots(len(ROWS), len(PARTS), sharex=True)
     drawn: list[Record] = []
     for column, part in enumerate(PARTS):
-        kinds = set()
+        kinds: dict[str, set[int]] = {}
         for algorithm in (name for name in ALGORITHMS if name in algorithms):
             settings = algorithms[algorithm]
             own = _of_one_data_set(results.final_lines(lines, settings))
@@ -100,7 +101,7 @@ def draw_training(
                 own, kind = chosen_sweep_line(lines, settings), "run of the sweep"
             if any(f"last_{part}_loss" in line["curve"] for line in own):
                 drawn += own
-                kinds.add((kind, len(own)))
+                kinds.setdefault(kind, set()).add(len(own))
             for row, (metric, shown, _) in enumerate(ROWS):
                 if algorithm in shown:
                     _draw_curves(panels[row, column], own, part, metric, algorithm)
@@ -109,7 +110,7 @@ def draw_training(
                 panels[row, column].text(0.5, 0.5, "no run yet", ha="center", va="center",
                                          transform=panels[row, column].transAxes)  # fmt: skip
                 panels[row, column].set_yticks([])
-        said = ", ".join(f"{kind}, {n} seed{'s' * (n > 1)}" for kind, n in sorted(kinds))
+        said = ", ".join(f"{kind}, {_seeds(counts)}" for kind, counts in sorted(kinds.items()))
         panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)
     if not drawn:
         return None
@@ -136,6 +137,13 @@ def draw_training(
     return _save(figure, path)
 
 
+def _seeds(counts: set[int]) -> str:
+    """How many seeds the algorithms of a panel have."""
+    fewest, most = min(counts), max(counts)
+    many = f"{fewest} to {most}" if fewest < most else f"{most}"
+    return f"{many} seed{'s' * (most > 1)}"
+
+
 def _draw_curves(
     axes: Axes, lines: Sequence[Record], part: str, metric: str, algorithm: str
 ) -> None:
@@ -156,7 +164,7 @@ def _draw_curves(
 def _epsilon(lines: Sequence[Record]) -> str:
     """ε of the final runs; that of a sweep is for fewer examples."""
     found = {
-        f", ε = {line['privacy']['epsilon_pld']:.3g} (PLD, δ = {line['privacy']['delta']:g})"
+        f", ε = {upwards(line['privacy']['epsilon_pld'])} (PLD, δ = {line['privacy']['delta']:g})"
         for line in lines
         if line["kind"] == "final"
     }

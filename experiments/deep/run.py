@@ -16,6 +16,7 @@ from experiments import datasets, records
 from experiments.deep import results
 from experiments.deep.settings import Settings, SettingsError, files_of, load, point_id
 from experiments.deep.training import Loaded, WarmStarts, run_points
+from mirrordp.report import upwards
 
 
 class OutOfTime(Exception):
@@ -142,7 +143,7 @@ def _summary(line: records.Record) -> str:
     decay = f" K={settings['decay']:g}" if settings.get("decay") else ""
     return (
         f"{line['config']} η={settings['learning_rate']:g}{decay} seed {line['seed']} "
-        f"[{line['data']['label']}] ε={line['privacy']['epsilon_pld']:.3f}: {values} "
+        f"[{line['data']['label']}] ε={upwards(line['privacy']['epsilon_pld'])}: {values} "
         f"({line['seconds']:.0f} s)"
     )
 

@@ -18,6 +18,7 @@ from experiments.deep.settings import ALGORITHMS, Settings
 from experiments.deep.sweep import sweep_of
 from experiments.deep.training import alpha
 from experiments.records import Record
+from mirrordp.report import upwards
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- deep {name}: begin -->", "<!-- deep {name}: end -->"
@@ -127,7 +128,8 @@ def _epsilon(lines: Sequence[Record]) -> str:
         return NONE
     privacy = lines[0]["privacy"]
     return (
-        f"{privacy['epsilon_rdp']:.3f} / {privacy['epsilon_pld']:.3f} ({_power(privacy['delta'])})"
+        f"{upwards(privacy['epsilon_rdp'])} / {upwards(privacy['epsilon_pld'])} "
+        f"({_power(privacy['delta'])})"
     )
 
 
