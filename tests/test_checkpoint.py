@@ -39,7 +39,7 @@ from mirrordp.checkpoint import (
 )
 from mirrordp.ledger import LedgerError, Position
 from tests import tools
-from tests.test_cli_fit import fit_options, make_table
+from tests.test_cli_fit import fit_options, two_tables
 from tests.test_training import bits
 from tests.tools import last, mechanism, sgd
 
@@ -487,11 +487,7 @@ class TestFit:
 
     @pytest.fixture
     def files(self, tmp_path):
-        return {
-            "private": make_table(tmp_path / "private.csv", 400, 0),
-            "public": make_table(tmp_path / "public.csv", 60, 1),
-            "out": tmp_path / "model",
-        }
+        return two_tables(tmp_path)
 
     @staticmethod
     def coefficients(files):

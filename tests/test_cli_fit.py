@@ -33,6 +33,15 @@ def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
     return path
 
 
+def two_tables(folder):
+    """A private and a public table, and where a model goes."""
+    return {
+        "private": make_table(folder / "private.csv", 400, 0),
+        "public": make_table(folder / "public.csv", 60, 1),
+        "out": folder / "model",
+    }
+
+
 @pytest.fixture
 def files(tmp_path):
     return {

@@ -28,7 +28,7 @@ from mirrordp.page import report_page
 from mirrordp.secure import SecureRandom
 from mirrordp.training import randomness
 from tests import statistical, tools
-from tests.test_cli_fit import fit_options, make_table
+from tests.test_cli_fit import fit_options, two_tables
 
 SECURE = SecureRandom()
 WIDE = 1.5 * 2**20
@@ -513,11 +513,7 @@ class TestEstimators:
 class TestCommandLine:
     @pytest.fixture
     def files(self, tmp_path):
-        return {
-            "private": make_table(tmp_path / "private.csv", 400, 0),
-            "public": make_table(tmp_path / "public.csv", 60, 1),
-            "out": tmp_path / "model",
-        }
+        return two_tables(tmp_path)
 
     def test_fit(self, files, tmp_path, capsys):
         assert cli.main([*fit_options(files), "--secure", "--json"]) == 0

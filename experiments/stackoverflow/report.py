@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.records import Record
+from mirrordp.report import upwards
 
 BEGIN, END = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
 LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
@@ -30,7 +31,7 @@ def title(record: Record) -> str:
     """What the numbers are, with the ε that belongs to them."""
     facts, job = record["facts"], record["job"]
     name = "STAND-IN for StackOverflow (Stack Exchange)" if facts["stand_in"] else "StackOverflow"
-    epsilon = "infinite" if record["epsilon"] is None else f"{record['epsilon']:.2f}"
+    epsilon = "infinite" if record["epsilon"] is None else upwards(record["epsilon"])
     return (
         f"{name}: {facts['private_users']:,} private and {facts['public_users']} public users, "
         f"{job['rounds']} rounds, noise multiplier {job['noise_multiplier']:.3f}, "
@@ -88,7 +89,7 @@ def _check(found: Sequence[Record]) -> list[str]:
     lines = []
     for record in found:
         if record["job"]["stage"] == "check":
-            epsilon = "infinite" if record["epsilon"] is None else f"{record['epsilon']:.1f}"
+            epsilon = "infinite" if record["epsilon"] is None else upwards(record["epsilon"])
             lines += [
                 "",
                 f"Mechanics only, not a result: {record['job']['rounds']} rounds with the paper's "
@@ -180,7 +181,7 @@ def figure(found: Sequence[Record], path: Path) -> None:
     stand_in = "STAND-IN (Stack Exchange)" if record["facts"]["stand_in"] else "StackOverflow"
     drawing.suptitle(
         f"{stand_in}, {record['facts']['private_users']:,} private users, "
-        f"ε = {record['epsilon']:.2f} at δ = {record['delta']:g} per user",
+        f"ε = {upwards(record['epsilon'])} at δ = {record['delta']:g} per user",
         fontsize=10,
     )
     # Text stays text, and the same lines give the same file.

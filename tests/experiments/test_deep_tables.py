@@ -385,3 +385,8 @@ def test_the_gain_is_against_warm_at_the_same_rate():
         200.0: (pytest.approx(0.2), True),
         500.0: (pytest.approx(-0.1), False),
     }
+
+
+def test_epsilon_is_rounded_up():
+    privacy = {"epsilon_rdp": 3.50801, "epsilon_pld": 3.23001, "delta": 1e-5}
+    assert table._epsilon([{"privacy": privacy}]) == "3.509 / 3.231 (1e-5)"
