@@ -12,6 +12,7 @@ import pytest
 import mirrordp
 from experiments import models
 from experiments.stackoverflow import command, data, report
+from mirrordp.report import upwards
 
 FACTS = {
     "stand_in": True,
@@ -240,7 +241,7 @@ class TestCommand:
         text = (tmp_path / "table.md").read_text()
         assert text.startswith("No final run yet.")
         assert "Mechanics only, not a result: 4 rounds" in text
-        assert f"ε = {record['epsilon']:.1f} here" in text
+        assert f"ε = {upwards(record['epsilon'])} here" in text
 
     def test_fixed_size_cohorts_have_their_own_accounting(self, tsv):
         prepared = data.prepare(tsv, num_public_users=5)
