@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from mirrordp import _validate
+from mirrordp._convolutions import where_faster
 from mirrordp.clipping import frozen_mask, merge, thawed_mask, trainable_part, with_key
 from mirrordp.data import PublicData, require_public
 from mirrordp.types import Batch, LossFn, Params, PyTree
@@ -31,7 +32,7 @@ def public_grad(
         batch_size: rows drawn (with replacement) for each call; None takes the full public set.
         trainable: as in `mirrordp.clipped_grad`.
     """
-    keyed_loss = with_key(loss_fn)
+    keyed_loss = with_key(where_faster(loss_fn))
     if batch_size is not None:
         _validate.positive_integer(public_batch_size=batch_size)
 
@@ -87,7 +88,7 @@ def _epoch(loss_fn, optimizer, mask, params, opt_state, rows, key, train, holdou
     keys = jax.random.split(key, rows.shape[0])
     (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
     # A fixed key: epochs are compared under the same dropout or augmentation.
-    keyed_loss = with_key(loss_fn)
+    keyed_loss = with_key(where_faster(loss_fn))
     judge_keys = jax.random.split(
         jax.random.split(jax.random.key(0))[1], jax.tree.leaves(holdout)[0].shape[0]
     )

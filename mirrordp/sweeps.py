@@ -22,6 +22,7 @@ import optax
 
 from mirrordp import _validate
 from mirrordp._books import Books, check_books
+from mirrordp._convolutions import as_products
 from mirrordp.budget import Budget
 from mirrordp.data import Overlap, PrivateData, PublicData
 from mirrordp.ledger import Ledger, ledger_for
@@ -137,6 +138,9 @@ def train_sweep(
             budget.admit_event(dp_accounting.ComposedDpEvent(parts))
             budget.check_rows(private)
 
+    if len(runs) > 1:
+        loss_fn = as_products(loss_fn)
+        public_loss_fn = None if public_loss_fn is None else as_products(public_loss_fn)
     plan = plan_runs(
         loss_fn,
         params,

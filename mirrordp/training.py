@@ -27,6 +27,7 @@ import optax
 from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
+from mirrordp._convolutions import where_faster
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -147,7 +148,7 @@ class TrainStep:
     def clipped_grad(self) -> ClippedGrad:
         """The clipped sum of the private loss."""
         return self.mechanism.clipped_grad(
-            self.loss_fn, trainable=self._mask, microbatch_size=self.microbatch_size
+            where_faster(self.loss_fn), trainable=self._mask, microbatch_size=self.microbatch_size
         )
 
     def init(self, params: Params, key: jax.Array) -> TrainState:

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from mirrordp._jaxprs import bind
+
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 SHIFTS = {"add": 1, "add_any": 1, "sub": -1}
 
@@ -249,7 +251,7 @@ class _Interpreter:
         varies = frozenset().union(*(value.varies for value in inputs))
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
-        outputs = _bind(eqn, [value.value for value in inputs])
+        outputs = bind(eqn, [value.value for value in inputs])
         views = [None] * len(outputs)
         if kind is Kind.PARAM and len(inputs) == 1:
             views = [_view_after(eqn, inputs[0].view)]
@@ -277,7 +279,7 @@ class _Interpreter:
                 next(params_iter) if i in positions else next(others_iter)
                 for i in range(len(eqn.invars))
             ]
-            outputs = _bind(eqn, operands)
+            outputs = bind(eqn, operands)
             return [outputs[i] for i in wanted]
 
         others = tuple(i for i in range(len(inputs)) if i not in positions)
@@ -288,7 +290,7 @@ class _Interpreter:
             inputs=inputs,
             positions=positions,
             captures=() if shift is not None else others,
-            evaluate=lambda values: _bind(eqn, values),
+            evaluate=lambda values: bind(eqn, values),
             out_avals=[var.aval for var in eqn.outvars],
             wanted=wanted,
         )
@@ -471,15 +473,6 @@ def _count_sites(
 
     jax.eval_shape(record, [value.value for value in known])
     return len(found)
-
-
-def _bind(eqn, operands: Sequence[Any]) -> list[Any]:
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    # Releases of JAX before 0.10 return functions to bind apart from the parameters.
-    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager:
-        outputs = eqn.primitive.bind(*subfuns, *operands, **params)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
