@@ -338,6 +338,18 @@ class TestRound:
     def test_the_layout_changes_nothing(self, options):
         np.testing.assert_allclose(sums(**options), sums(), atol=1e-5)
 
+    def test_nothing_compiles_after_the_first_call(self):
+        """Whoever is drawn, and however many rows they own."""
+        iterator = run()
+        next(iterator)
+        compiled = federated._run_passes._cache_size()
+        tools.last(iterator)
+        tools.last(run(clients([rows(number % 7, number) for number in range(USERS)]), seed=9))
+        assert federated._run_passes._cache_size() == compiled
+        # Another mechanism is another program: the count would show it.
+        tools.last(run(mechanism=mechanism(l2_clip_norm=0.7)))
+        assert federated._run_passes._cache_size() == compiled + 1
+
     def test_a_run_goes_on_where_it_stopped(self):
         options = {
             "mechanism": mechanism(noise_multiplier=1.0),
