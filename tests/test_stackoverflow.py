@@ -68,9 +68,15 @@ class TestReaders:
         (tmp_path / "bad.tsv").write_text("only a user\n")
         with pytest.raises(ValueError, match="line 1: expected a user and a sentence"):
             dict(data.read(tmp_path / "bad.tsv"))
-        (tmp_path / "bad.jsonl").write_text('{"name": 1}\n')
-        with pytest.raises(ValueError, match="expected the fields 'user' and 'text'"):
+        for text in ('{"name": 1}\n', "no JSON\n", "[1, 2]\n"):
+            (tmp_path / "bad.jsonl").write_text(text)
+            with pytest.raises(ValueError, match=r"line 1: .* the fields 'user' and 'text', got"):
+                dict(data.read(tmp_path / "bad.jsonl"))
+        (tmp_path / "bad.jsonl").write_text('\n{"user": 1, "text": null}\n')
+        with pytest.raises(ValueError, match="row 1: expected a user and a text"):
             dict(data.read(tmp_path / "bad.jsonl"))
+        (tmp_path / "blank.tsv").write_text("a\tone two\n\n")
+        assert dict(data.read(tmp_path / "blank.tsv")) == {"a": ["one two"]}
 
 
 class TestPrepare:
@@ -82,6 +88,10 @@ class TestPrepare:
         assert not set(made.private.ids) & set(made.public.ids)
         assert made.private.num_examples.max() <= 256
         assert facts["stand_in"]
+
+    def test_too_few_users(self, tsv):
+        with pytest.raises(ValueError, match="got 4 test, 36 public, 0 validation, 0 private"):
+            data.prepare(tsv, num_public_users=100)
 
     def test_a_user_decides_for_itself(self, users, tmp_path):
         """Which sentences are kept and which side a user is on do not follow from other users."""
