@@ -2,8 +2,8 @@
 
 - Mapped over runs or clients, a convolution whose images and weights both differ becomes a grouped
   one, for which compilers have slow programs. Patches times weights becomes a batch of matrix
-  products instead. On a GPU this pays where patches are small: eight EMNIST networks train 1.6 times
-  as fast, four of the larger CIFAR-10 ones 1.14 times as slowly (one H200).
+  products instead. On a GPU this pays where patches are small: on one H200, eight EMNIST networks
+  train 1.6 times as fast, four of the larger CIFAR-10 ones 1.14 times as slowly.
 - On the CPU, XLA's convolutions are slow inside a loop, and training is one: ten times and more for
   the gradient of the weights.
 """
