@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from experiments import models
+from experiments.deep import tasks
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,20 @@ def test_max_pool(stride):
     np.testing.assert_array_equal(ours(x), textbook(x))
     weigh = lambda pool: jax.grad(lambda x: jnp.sum(jnp.sin(pool(x))))(x)  # noqa: E731
     np.testing.assert_allclose(weigh(ours), weigh(textbook), rtol=1e-6)
+
+
+@pytest.mark.parametrize("change", [tasks.warp, tasks.shift_and_mirror])
+def test_changes_of_public_images(change):
+    """A bar in the middle stays a bar, about where it was and about as heavy, and moves."""
+    image = np.zeros((28, 28, 1), np.float32)
+    image[8:20, 13:15] = 1
+    seen = jax.vmap(change, in_axes=(None, 0))(image, jax.random.split(jax.random.key(0), 64))
+    assert seen.shape == (64, 28, 28, 1)
+    rows, columns = np.mgrid[:28, :28]
+    mass = seen.sum(axis=(1, 2, 3))
+    assert np.all(np.abs(mass / image.sum() - 1) < 0.35)
+    for places in (rows, columns):
+        middles = (seen[..., 0] * places).sum(axis=(1, 2)) / mass
+        assert np.all(np.abs(middles - 13.5) < 4.6)
+        assert middles.std() > 0.5
+    np.testing.assert_allclose(change(jnp.ones((28, 28, 3)), jax.random.key(1)), 1.0, rtol=1e-5)
