@@ -52,7 +52,7 @@ def shift_and_mirror(image: jax.Array, key: jax.Array, *, margin: int = 4) -> ja
 
 
 def warp(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Turn a letter by up to 12 degrees, scale and shear it by up to 10%, shift it by up to 2 pixels.
+    """Turn a letter by up to 12 degrees, scale and shear by up to 10%, shift by up to 2 pixels.
 
     Letters must not be mirrored. Every pixel of the result is interpolated at A(x − c) + c + shift.
     """
