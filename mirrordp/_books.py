@@ -134,10 +134,14 @@ class Books:
             CheckpointError: if anything differs from the run that is to be resumed.
             BudgetError: if another run on the budget had the seed.
         """
-        if self._budget is not None:
-            self._budget.check_seed(seed, self._name)
+        self.check_seed(seed)
         self._seed = seed
         return seed if self._run is None else self._run.verify(configuration(self._run.key), seed)
+
+    def check_seed(self, seed: int | None) -> None:
+        """Raises a BudgetError if another run on the budget had the seed; notes nothing."""
+        if self._budget is not None:
+            self._budget.check_seed(seed, self._name)
 
     def claim(self, seed: int | None) -> None:
         """Notes the seed with the budget, which refuses it to any other run."""

@@ -147,7 +147,8 @@ class Lock:
                     if time.monotonic() >= deadline:
                         raise LockedError(
                             f"expected {what} for one process alone, got one that is in use by "
-                            f"{_holder(path)}. Wait for it to end, or ask to wait."
+                            f"{_holder(path)}. Wait for it to end; for a budget --wait SECONDS "
+                            "(wait=) does so."
                         ) from None
                 time.sleep(0.05)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

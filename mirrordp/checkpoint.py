@@ -201,8 +201,13 @@ class Run:
                     "Resume it (resume=True, --resume), or remove the folder to give it up; what "
                     "was charged stays charged."
                 )
+            path = folder / LEDGER_FILE
+            if self.saved is not None and ledger is None and not path.exists():
+                raise CheckpointError(
+                    f"expected the budget or ledger that the run in {str(folder)!r} began with, "
+                    "got none. Name it again (--budget, budget=, ledger=)."
+                )
             if ledger is None:
-                path = folder / LEDGER_FILE
                 ledger = self._owned = (
                     FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
                 )
@@ -312,7 +317,7 @@ class Run:
             return saved
         if found:
             raise CheckpointError(
-                f"expected an intact checkpoint in {str(self.folder)!r}, got {len(found)} that are "
+                f"expected an intact checkpoint in {str(self.folder)!r}, got none that is not "
                 "cut or changed. Restore one from a copy, or remove the folder and start over; "
                 "what was charged stays charged."
             )
@@ -436,6 +441,17 @@ def program(function: Any, *like: Any) -> str:
     constants = [np.asarray(leaf) for leaf in jax.make_jaxpr(function)(*like).consts]
     held = _fingerprint.of_arrays(b"no secret", constants)
     return _fingerprint.of_text({"program": traced.lower().as_text(), "constants": held})
+
+
+def fields(name: str, value: Any) -> dict[str, str]:
+    """A dataclass as one entry per field, so that a message can say which of them differs."""
+    if not dataclasses.is_dataclass(value):
+        return {name: repr(value)}
+    found = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        if field.repr:
+            found |= fields(f"{name}.{field.name}", getattr(value, field.name))
+    return found
 
 
 def outline(values: Sequence[float] | np.ndarray) -> str:

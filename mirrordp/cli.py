@@ -36,7 +36,7 @@ from mirrordp.checkpoint import (
     remove_checkpoints,
 )
 from mirrordp.mechanism import UNITS
-from mirrordp.report import NOT_FOR_RELEASE, ReportError, upwards
+from mirrordp.report import NOT_FOR_RELEASE, ReportError, RunReport, upwards
 from mirrordp.report_commands import add_report_commands
 from mirrordp.secure import require_cryptography
 from mirrordp.tables import TASKS
@@ -948,11 +948,17 @@ def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:
 def _already_finished(arguments: argparse.Namespace, run_folder: Path) -> int:
     """The model was written, and only what is secret had not been removed."""
     tabular.TableModel.load(arguments.out)
+    report = RunReport.read(arguments.out)
     _remove_secrets(arguments, run_folder)
     if arguments.json:
-        print(json.dumps({"out": str(arguments.out), "finished": "before"}))
+        result = {"epsilon": report.epsilon, "delta": report.delta, "out": str(arguments.out)}
+        print(json.dumps({**result, "finished": "before"}, allow_nan=False))
     else:
-        print(f"The run had finished: {arguments.out}/ holds its model.")
+        # Nothing was compared with the options of this call, so it says what the run was.
+        print(
+            f"The run had finished: {arguments.out}/ holds its model, {report.title}, epsilon "
+            f"{upwards(report.epsilon)}, delta {report.delta:g}."
+        )
     return 0
 
 
@@ -999,10 +1005,16 @@ def _resumable(
     Yields a list for the budget that the run is charged to and its number of charges before.
     """
     charged_to: list[tuple[Budget, int]] = []
+    model = arguments.out / tabular.MODEL_FILE
+    was_there = model.exists()
     try:
         yield charged_to
     except KeyboardInterrupt:
         if not checkpoint_files(run_folder):
+            if model.exists() and not was_there:
+                raise KeyboardInterrupt(
+                    f"The run had finished: {arguments.out}/ holds its model."
+                ) from None
             if any(budget.status.charges > before for budget, before in charged_to):
                 raise KeyboardInterrupt(
                     "The run was charged, and a secure run cannot be resumed: its noise is written "

@@ -30,6 +30,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from mirrordp import _fingerprint, _validate, linear
+from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
@@ -274,8 +275,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             configuration = {
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},
-                "mechanism": repr(mechanism),
-                "settings": repr(settings),
+                **checkpoints.fields("mechanism", mechanism),
+                **checkpoints.fields("settings", settings),
                 "public rows": _fingerprint.of_arrays(run.key, theta),
                 "private data": secret,
             }

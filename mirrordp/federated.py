@@ -905,7 +905,7 @@ def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
         )
 
     described = {
-        "mechanism": repr(step.mechanism),
+        **checkpoints.fields("mechanism", step.mechanism),
         "alpha": checkpoints.outline(run.alphas),
         "rounds_per_call": str(run.rounds_per_call),
         # The order of additions, and so the last digits, follow from it.

@@ -455,7 +455,7 @@ class RunReport:
             (
                 "Against what?",
                 "anyone who has the model, every gradient released in training and any other "
-                "knowledge, with any computing power",
+                "knowledge, with any computing power short of what breaks the random generator",
             ),
             (
                 "How strongly?",

@@ -616,7 +616,7 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
     plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
              "show_unprivatized", "trainable")  # fmt: skip
     described = {
-        "mechanism": repr(step.mechanism),
+        **checkpoints.fields("mechanism", step.mechanism),
         "alpha": checkpoints.outline(plan.alphas[0]),
         "steps_per_call": str(plan.steps_per_call),
         "loss_fn": checkpoints.program(

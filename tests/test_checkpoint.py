@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -222,7 +223,10 @@ class TestRefused:
         ("options", "named"),
         [
             ({"mechanism": mechanism(noise_multiplier=5.0)}, "mechanism"),
-            ({"mechanism": mechanism(l2_clip_norm=2.0)}, "mechanism"),
+            (
+                {"mechanism": mechanism(l2_clip_norm=2.0)},
+                r" mechanism.l2_clip_norm \(1.0 then, 2.0 now\)\. Resume",
+            ),
             ({"optimizer": optax.adam(0.1001)}, "optimizer"),
             ({"optimizer": sgd(0.1)}, "optimizer"),
             ({"alpha": 0.6}, "alpha"),
@@ -318,7 +322,7 @@ class TestDamage:
         assert len(files) == 2
         for path in files.values():
             spoil(path, "flipped")
-        with pytest.raises(CheckpointError, match="2 that are cut or changed"):
+        with pytest.raises(CheckpointError, match="none that is not cut or changed"):
             run(tmp_path / "run", resume=True)
 
     def test_any_flipped_bit_is_noticed(self):
@@ -518,6 +522,10 @@ class TestFit:
         assert "add --resume" in capsys.readouterr().err
         assert cli.main([*fit_options(files, **(options | {"epsilon": 1.1})), "--resume"]) == 2
         assert "differs in:" in capsys.readouterr().err
+        without = {name: value for name, value in options.items() if name != "budget"}
+        assert cli.main([*fit_options(files, **without), "--resume"]) == 2
+        assert "expected the budget or ledger that the run" in capsys.readouterr().err
+        assert not (tmp_path / "model.run" / "ledger.jsonl").exists()
         assert cli.main([*fit_options(files, **options), "--resume"]) == 0
         assert Budget.status_of(budget).used == pytest.approx(used)
         assert self.coefficients(files) == self.coefficients(whole)
@@ -556,9 +564,24 @@ class TestFit:
         monkeypatch.undo()
         kept = self.coefficients(files)
         assert cli.main([*fit_options(files), "--resume"]) == 0
-        assert "had finished" in capsys.readouterr().out
+        assert re.search(
+            r"had finished: .* regression of 'y' .* epsilon [0-9.]+, delta", capsys.readouterr().out
+        )
         assert self.coefficients(files) == kept
         assert not (tmp_path / "model.run").exists()
+
+    def test_interrupted_after_everything_was_done(self, files, capsys, monkeypatch):
+        remove = cli._remove_secrets
+
+        def removed_then_interrupted(*args):
+            remove(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "_remove_secrets", removed_then_interrupted)
+        assert cli.main(fit_options(files)) == 130
+        message = capsys.readouterr().err
+        assert "The run had finished" in message
+        assert "charged" not in message
 
     def test_an_interruption_before_anything_was_charged(self, files, capsys, monkeypatch):
         monkeypatch.setattr("mirrordp.tabular.read_table", interrupt)

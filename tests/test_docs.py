@@ -70,6 +70,10 @@ def test_few_blocks_are_not_run(page):
     assert not any(re.search(r"^(mirrordp|import|from|python|pip|\$) ", c, re.M) for c in plain)
     text = page.read_text(encoding="utf-8")
     assert text.count("\n```") % 2 == 0
+    # Nor is an indented block, which Markdown shows as code too; formulas are.
+    unfenced = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    escaped = r"^\n    (mirrordp|import|from|python|pip|assert|\$|\w+ = [\w.]+\() ?"
+    assert re.findall(escaped, unfenced, re.M) == []
 
 
 def test_a_broken_block_is_noticed(tmp_path):
@@ -85,6 +89,17 @@ def test_marks_need_a_reason():
     marked = "*Not run in CI: needs PyTorch and Opacus.*\n\n```python\nimport torch\n```\n"
     assert blocks(marked) == [(4, "python", "import torch\n", True)]
     assert not blocks(marked.replace(": needs PyTorch and Opacus.", ""))[0][3]
+
+
+def test_the_tests_that_catch_sabotage_exist():
+    page = (ROOT / "docs" / "auditing.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)((?:::\w+)+)", page)
+    assert len(named) > 10
+    for file, names in named:
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        for name in names.split("::")[1:]:
+            # A name may be cut short ("test_types_refuse_...").
+            assert re.search(rf"^\s*(def|class) {name}", text, re.M), (file, name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -40,6 +40,7 @@ from mirrordp import (
     federated,
 )
 from mirrordp.accounting import UnsupportedError
+from mirrordp.budget import BudgetError
 from mirrordp.integrations import flower
 from tests import tools
 
@@ -320,6 +321,109 @@ def test_a_crash_leaves_what_was_sent_charged(tmp_path):
         ask(strategy(mech=noisy, ledger=ledger))
     found = mirrordp.FileLedger.read(tmp_path / "ledger").epsilon(DELTA)
     assert found.epsilon == noisy.epsilon(DELTA, num_steps=1)
+
+
+@pytest.fixture
+def enrolled(tmp_path):
+    """A file that lists the users, and a budget bound to it."""
+    path = tmp_path / "users.csv"
+    path.write_text("".join(f"{node}\n" for node in NODES))
+    with mirrordp.Budget.create(
+        tmp_path / "budget", epsilon=3.0, delta=DELTA, data=path, unit="user"
+    ) as budget:
+        yield path, budget
+
+
+class TestBudget:
+    """Runs on one budget, each chosen after the ones before it were seen."""
+
+    def test_a_round_is_charged_before_anything_is_sent(self, enrolled):
+        _, budget = enrolled
+        noisy = mechanism(noise_multiplier=5.0)
+        server = strategy(mech=noisy, budget=budget)
+        on_disk = []
+
+        def broken(message):
+            on_disk.append(mirrordp.FileLedger.read(budget.folder / "ledger.jsonl").event)
+            raise ConnectionError("the network is gone")
+
+        with pytest.raises(ConnectionError):
+            server.run(FakeGrid(broken))
+        assert on_disk == [noisy.event_between(0, 1)]
+        assert budget.status.used > 0
+
+    def test_a_run_that_does_not_fit_is_refused_before_anybody_is_asked(self, enrolled):
+        _, budget = enrolled
+        costly = mechanism(noise_multiplier=2.5)
+        late = strategy(mech=costly, budget=budget, seed=2)
+        grid = FakeGrid()
+        strategy(mech=costly, budget=budget).run(grid)
+        sent, position = len(grid.sent), budget.ledger.position
+        # One round would fit, all of them do not.
+        budget.admit(costly, num_steps=1)
+        with pytest.raises(BudgetError, match="within the budget"):
+            strategy(mech=costly, budget=budget, seed=3)
+        with pytest.raises(BudgetError, match="within the budget"):
+            late.run(grid)
+        assert (len(grid.sent), budget.ledger.position) == (sent, position)
+        strategy(mech=costly, budget=budget, seed=3, num_rounds=1).run(grid)
+
+    def test_report_states_the_run_and_the_budget(self, enrolled):
+        _, budget = enrolled
+        noisy = mechanism(noise_multiplier=5.0)
+        for seed in (1, 2):
+            server = strategy(mech=noisy, budget=budget, seed=seed)
+            server.run(FakeGrid())
+            report = server.report()
+            assert report.epsilon == server.spent().epsilon == noisy.epsilon(DELTA)
+            assert "this run" in report.scope
+            assert report.ledger["budget"]["runs"] == seed
+            assert report.ledger["head"] == budget.ledger.position.head
+
+    def test_an_observer_of_the_network_is_paid_for(self, enrolled):
+        _, budget = enrolled
+        rare = mechanism(
+            sampling=PoissonSampling.for_batch_size(2, num_examples=USERS),
+            noise_multiplier=5.0,
+            accountant=Accountant.RDP,
+        )
+        used = []
+        for seen in (False, True):
+            before = budget.status.used
+            server = strategy(mech=rare, budget=budget, seed=int(seen), participation_is_seen=seen)
+            one_round(honest, server)
+            used.append(budget.status.used - before)
+        assert used[1] > 2 * used[0]
+
+    def test_one_seed_for_one_run(self, enrolled):
+        _, budget = enrolled
+        noisy = mechanism(noise_multiplier=9.0)
+        first, second = (strategy(mech=noisy, budget=budget) for _ in range(2))
+        one_round(honest, first)
+        with pytest.raises(BudgetError, match="seed 1 again"):
+            ask(second)
+        with pytest.raises(BudgetError, match="seed 1 again"):
+            strategy(mech=noisy, budget=budget)
+        # A strategy that is in the middle of its run goes on.
+        one_round(honest, first, 2)
+
+    def test_other_users_and_other_kinds_are_refused(self, enrolled):
+        path, budget = enrolled
+        noisy = mechanism(noise_multiplier=5.0)
+        with pytest.raises(ValueError, match="ledger or a budget"):
+            strategy(mech=noisy, budget=budget, ledger=mirrordp.Ledger(noisy.adjacency))
+        replace = mechanism(noise_multiplier=5.0, adjacency=Adjacency.REPLACE)
+        with pytest.raises(BudgetError, match="zero-out adjacency"):
+            strategy(mech=replace, budget=budget)
+        budget.close()
+        with (
+            mirrordp.Budget.open(budget.folder) as unknown,
+            pytest.raises(BudgetError, match="opened with the data"),
+        ):
+            strategy(mech=noisy, budget=unknown)
+        path.write_text("somebody else\n")
+        with pytest.raises(BudgetError, match="differs from it"):
+            mirrordp.Budget.open(budget.folder, data=path)
 
 
 def test_a_round_with_nobody_in_it():

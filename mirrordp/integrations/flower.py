@@ -3,7 +3,7 @@
 `PrivateStrategy` is the server's side of `mirrordp.federated` with Flower's messages in between.
 One node is one user. In every round the server
 
-    charges the ledger;    draws the cohort with the mechanism's sampler;    sends θ to it;
+    charges ledger or budget;    draws the cohort with the mechanism's sampler;    sends θ to it;
     adds up clip(Δ_k, C) over the replies that are in order, each with weight one;
     adds the noise, divides by the expected cohort, mixes in the public side, takes its step.
 
@@ -50,7 +50,9 @@ except ImportError as error:
     ) from error
 
 from mirrordp import _validate, accounting, schedules
+from mirrordp._books import Books, check_books
 from mirrordp.accounting import Adjacency, Epsilon
+from mirrordp.budget import Budget
 from mirrordp.clipping import merge, trainable_part
 from mirrordp.data import PublicClients, PublicData
 from mirrordp.federated import (
@@ -250,12 +252,15 @@ class PrivateStrategy(Strategy):
         num_rounds: by default as many as the mechanism was made for.
         participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
         round_timeout: seconds after which a round goes on without those who have not replied.
-        ledger: where to charge; pass one to compose several runs.
+        ledger: where to charge; pass one to compose several runs that are fixed beforehand.
+        budget: charge to a budget that spans runs instead, one made with `unit="user"` and opened
+            with its data: no row is on the server, so that is a file that lists who is enrolled.
+            A run that does not fit is refused before anybody is asked.
         seed: makes sampling and noise reproducible and therefore not for release.
 
     Attributes:
         state: `FederatedState`; its noise state is secret.
-        ledger: what was charged.
+        ledger: what was charged; with a budget, by this run.
         charged_rounds: how many rounds read private data.
         unprivatized_replies: how many replies were accepted, dropped (and why) or missing. Not
             covered by the guarantee: for the operator only.
@@ -274,12 +279,14 @@ class PrivateStrategy(Strategy):
         participation_is_seen: bool = False,
         round_timeout: float = 3600.0,
         ledger: Ledger | None = None,
+        budget: Budget | None = None,
         seed: int | None = None,
     ):
         _validate.instance_of(FederatedStep, step=step)
         _validate.open_unit_interval(delta=delta)
         _validate.positive(round_timeout=round_timeout)
         mechanism = step.mechanism
+        check_books(mechanism, ledger, budget, None)
         total = mechanism.num_steps if num_rounds is None else num_rounds
         _validate.positive_integer(num_rounds=total)
         self.alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
@@ -291,6 +298,8 @@ class PrivateStrategy(Strategy):
                 f"alpha goes down to {float(self.alphas.min()):g}, so public data is needed, got "
                 "none. Pass public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
             )
+        if budget is not None:
+            budget.require_data()
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
         self.ledger = Ledger(mechanism.adjacency) if ledger is None else ledger
         self._is_only_run = ledger is None
@@ -299,13 +308,14 @@ class PrivateStrategy(Strategy):
             if self._is_only_run
             else "everything charged to the ledger, by runs that were fixed beforehand"
         )
-        _validate.instance_of(Ledger, ledger=self.ledger)
         if self.ledger.adjacency is not mechanism.adjacency:
             raise ValueError(
                 f"one ledger has one adjacency, got a ledger of {self.ledger.adjacency.value!r} "
                 f"and a mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
             )
-        self.step, self.delta, self.seed = step, delta, seed
+        self.step, self.delta, self.seed, self.budget = step, delta, seed, budget
+        self._books = Books(self.accounted, ledger=self.ledger, budget=budget)
+        self._admit()
         self.participation_is_seen, self.round_timeout = participation_is_seen, round_timeout
         self.charged_rounds = 0
         self._spent_after: dict[int, float] = {}
@@ -324,6 +334,12 @@ class PrivateStrategy(Strategy):
         self._tickets: dict[str, int] = {}
         if users is not None:
             self._fix_users(users)
+
+    def _admit(self) -> None:
+        """Raises a BudgetError unless all of the run fits, under a seed that nobody had."""
+        if self.budget is not None:
+            self.budget.admit(self.accounted, num_steps=int((self.alphas > 0).sum()))
+            self._books.check_seed(self.seed)
 
     def _fix_users(self, users: Sequence[int]) -> tuple[int, ...]:
         self.users = tuple(int(user) for user in users)
@@ -376,7 +392,8 @@ class PrivateStrategy(Strategy):
         if server_round != int(self.state.round) + 1 or server_round > len(self.alphas):
             raise ValueError(
                 f"expected round {int(self.state.round) + 1} of {len(self.alphas)}, got "
-                f"{server_round}. A strategy runs once: make another, with the same ledger."
+                f"{server_round}. A strategy runs once: make another, with the same ledger or "
+                "budget."
             )
         if server_round == 1 and arrays != self.arrays:
             raise ValueError(
@@ -384,11 +401,18 @@ class PrivateStrategy(Strategy):
                 "Start it with strategy.arrays."
             )
         users = self.users or self._wait(grid)
+        if server_round == 1:
+            # Others may have been charged since the strategy was made.
+            self._admit()
+            self._books.claim(self.seed)
         self._tickets = {}
         if self.alphas[server_round - 1] == 0:
             return []
         charged = self.charged_rounds
-        self.ledger.charge(self.accounted.event_between(charged, charged + 1))
+        self._books.charge(charged, charged + 1)
+        if self.budget is not None:
+            # For ε of this run, which a budget does not state.
+            self.ledger.charge(self.accounted.event_between(charged, charged + 1))
         self.charged_rounds += 1
         # With an adaptive clip the server has to see whether a norm was above C.
         slack = 1.0 if self.step.adaptive_clip is None else 2.0
@@ -519,7 +543,7 @@ class PrivateStrategy(Strategy):
         return None
 
     def spent(self) -> Epsilon:
-        """ε of everything charged so far."""
+        """ε of everything charged to the ledger so far; with a budget, by this run."""
         return self.ledger.epsilon(
             self.delta, accountant=self.accounted.accountant, orders=self.accounted.orders
         )
@@ -550,7 +574,8 @@ class PrivateStrategy(Strategy):
             self.accounted,
             self.delta,
             charged_steps=self.charged_rounds,
-            ledger=self.ledger,
+            ledger=self.ledger if self.budget is None else None,
+            budget=self.budget,
             seed=self.seed,
             results=found,
             **(
