@@ -63,7 +63,7 @@ def _evaluate(jaxpr, consts, inputs) -> list[jax.Array]:
             closed = isinstance(inner, core.ClosedJaxpr)
             consts = inner.consts if closed else []
             outputs = _evaluate(inner.jaxpr if closed else inner, consts, operands)
-        elif name == "conv_general_dilated" and _is_ordinary(eqn.params):
+        elif name == "conv_general_dilated" and _is_ordinary(eqn):
             outputs = [_product_of_patches(*operands, **eqn.params)]
         else:
             outputs = bind(eqn, operands)
@@ -71,8 +71,9 @@ def _evaluate(jaxpr, consts, inputs) -> list[jax.Array]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _is_ordinary(params) -> bool:
-    return params["feature_group_count"] == params["batch_group_count"] == 1
+def _is_ordinary(eqn) -> bool:
+    one_group = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
+    return one_group and eqn.outvars[0].aval.size > 0
 
 
 def _product_of_patches(
