@@ -1,8 +1,9 @@
 """Convolutions as matrix products of patches, where those are faster. Values agree up to rounding.
 
 - Mapped over runs or clients, a convolution whose images and weights both differ becomes a grouped
-  one, for which compilers have slow programs only. Patches times weights becomes a batch of matrix
-  products instead.
+  one, for which compilers have slow programs. Patches times weights becomes a batch of matrix
+  products instead. On a GPU this pays where patches are small: on one H200, eight EMNIST networks
+  train 1.6 times as fast, four of the larger CIFAR-10 ones 1.14 times as slowly.
 - On the CPU, XLA's convolutions are slow inside a loop, and training is one: ten times and more for
   the gradient of the weights.
 """
@@ -18,38 +19,51 @@ from jax.extend import core
 from mirrordp._jaxprs import bind
 from mirrordp.types import LossFn
 
+SMALL = 2**15
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
-def where_faster(loss_fn: LossFn) -> LossFn:
-    """`loss_fn` for a training loop on the present backend: `as_products` on the CPU."""
-    return as_products(loss_fn) if jax.default_backend() == "cpu" else loss_fn
+def where_faster(loss_fn: LossFn, *, side_by_side: bool = False) -> LossFn:
+    """`loss_fn` for a training loop on the present backend.
+
+    Args:
+        loss_fn: a loss function.
+        side_by_side: whether networks with weights of their own are mapped over.
+    """
+    if jax.default_backend() == "cpu":
+        return as_products(loss_fn)
+    return as_products(loss_fn, SMALL) if side_by_side else loss_fn
 
 
-def as_products(loss_fn: LossFn) -> LossFn:
+def as_products(loss_fn: LossFn, largest: int | None = None) -> LossFn:
     """`loss_fn` with its ordinary convolutions computed as matrix products of patches.
 
     Grouped convolutions, and those inside loops and custom derivatives, are left as they are.
+
+    Args:
+        loss_fn: a loss function.
+        largest: leave convolutions whose patches of one image hold more numbers than this.
     """
     try:
-        return _as_products(loss_fn)
+        return _as_products(loss_fn, largest)
     except TypeError:  # not hashable
-        return _as_products.__wrapped__(loss_fn)
+        return _as_products.__wrapped__(loss_fn, largest)
 
 
 # Kept, because compiled programs are found by the function that they were made of.
 @functools.lru_cache(maxsize=16)
-def _as_products(loss_fn: LossFn) -> LossFn:
+def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
     @functools.wraps(loss_fn)
     def same_loss(*arguments):
         program, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
-        outputs = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments))
+        inputs = jax.tree.leaves(arguments)
+        outputs = _evaluate(program.jaxpr, program.consts, inputs, largest)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return same_loss
 
 
-def _evaluate(jaxpr, consts, inputs) -> list[jax.Array]:
+def _evaluate(jaxpr, consts, inputs, largest: int | None) -> list[jax.Array]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(atom):
@@ -62,8 +76,8 @@ def _evaluate(jaxpr, consts, inputs) -> list[jax.Array]:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             closed = isinstance(inner, core.ClosedJaxpr)
             consts = inner.consts if closed else []
-            outputs = _evaluate(inner.jaxpr if closed else inner, consts, operands)
-        elif name == "conv_general_dilated" and _is_ordinary(eqn):
+            outputs = _evaluate(inner.jaxpr if closed else inner, consts, operands, largest)
+        elif name == "conv_general_dilated" and _is_ordinary(eqn, largest):
             outputs = [_product_of_patches(*operands, **eqn.params)]
         else:
             outputs = bind(eqn, operands)
@@ -71,9 +85,16 @@ def _evaluate(jaxpr, consts, inputs) -> list[jax.Array]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _is_ordinary(eqn) -> bool:
-    one_group = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
-    return one_group and eqn.outvars[0].aval.size > 0
+def _is_ordinary(eqn, largest: int | None) -> bool:
+    if not eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
+        return False
+    _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
+    (result,), weights = eqn.outvars, eqn.invars[1]
+    if result.aval.size == 0:
+        return False
+    positions = math.prod(result.aval.shape[i] for i in out_spec[2:])
+    entries = weights.aval.size // max(1, weights.aval.shape[rhs_spec[0]])
+    return largest is None or positions * entries <= largest
 
 
 def _product_of_patches(

@@ -212,9 +212,11 @@ class ClientData:
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
         if len(users) == 0:
             raise ValueError("from_users needs at least one user, got an empty list.")
-        counts = np.array([len(np.asarray(jax.tree.leaves(user)[0])) for user in users])
+        users = [jax.tree.map(np.asarray, user) for user in users]
+        counts = _rows_of_users(users)
+        # Empty arrays are of float64 unless told otherwise; they must not turn labels into floats.
         arrays = jax.tree.map(
-            lambda *leaves: np.concatenate([np.asarray(x) for x in leaves]), *users
+            lambda *leaves: np.concatenate([x for x in leaves if len(x)] or leaves), *users
         )
         too_many = counts > max_examples_per_user
         names = None if ids is None else tuple(ids)
@@ -312,6 +314,54 @@ class PublicClients(ClientData):
     def examples(self) -> PublicData:
         """All rows, without regard to whose they are."""
         return PublicData(self.arrays)
+
+
+def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
+    """How many rows each user owns, after a check that all of them have rows of one kind.
+
+    A user with unequally long arrays would shift the rows of those who come after it, and one with
+    floats among integers would change everyone's: no user would contribute from its own rows alone.
+    """
+    structure = jax.tree.structure(users[0])
+    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(users[0])]
+    counts: list[int] = []
+    kinds: list[str] | None = None
+    for number, user in enumerate(users):
+        leaves = jax.tree.leaves(user)
+        if jax.tree.structure(user) != structure or not leaves:
+            raise ValueError(
+                f"all users must have arrays of the same names, got {structure} for user 0 and "
+                f"{jax.tree.structure(user)} for user {number} of the list. {UNPROTECTED}"
+            )
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError(
+                f"a user's rows must be arrays with a leading row axis, got a scalar for user "
+                f"{number} of the list. Turn lists into arrays: np.asarray(rows). {UNPROTECTED}"
+            )
+        if [leaf.shape[1:] for leaf in leaves] != shapes:
+            raise ValueError(
+                f"rows of all users must have the same shape, got {shapes} for user 0 and "
+                f"{[leaf.shape[1:] for leaf in leaves]} for user {number} of the list. A user "
+                f"without rows has arrays of length zero, np.zeros((0, ...)). {UNPROTECTED}"
+            )
+        lengths = {len(leaf) for leaf in leaves}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"all arrays of a user must have the same number of rows, got {sorted(lengths)} "
+                f"for user {number} of the list. {UNPROTECTED}"
+            )
+        counts.append(lengths.pop())
+        if counts[-1] == 0:
+            continue
+        own = [leaf.dtype.kind for leaf in leaves]
+        kinds = own if kinds is None else kinds
+        if own != kinds:
+            raise TypeError(
+                f"arrays of all users must be of the same kind of numbers, got {kinds} and, for "
+                f"user {number} of the list, {own} (NumPy's dtype.kind). Convert them one by one: "
+                f"together they would change the numbers of all users. {UNPROTECTED}"
+            )
+    return np.array(counts)
 
 
 def _name_entropy(name: Hashable) -> list[int]:

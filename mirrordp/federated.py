@@ -32,7 +32,7 @@ import optax
 from mirrordp import _fingerprint, _validate, accounting, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
-from mirrordp._convolutions import as_products
+from mirrordp._convolutions import where_faster
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -119,7 +119,8 @@ def local_update(
     Returns:
         Δ, which points where a gradient points, and the mean loss of the first epoch's batches.
     """
-    keyed_loss, keyed = with_key(as_products(loss_fn)), takes_key(loss_fn)
+    keyed, loss_fn = takes_key(loss_fn), where_faster(loss_fn, side_by_side=True)
+    keyed_loss = with_key(loss_fn)
     examples = jax.tree.map(jnp.asarray, examples)
     num_rows = jax.tree.leaves(examples)[0].shape[0]
     num_examples = jnp.asarray(num_examples)

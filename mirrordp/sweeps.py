@@ -22,7 +22,7 @@ import optax
 
 from mirrordp import _validate
 from mirrordp._books import Books, check_books
-from mirrordp._convolutions import as_products
+from mirrordp._convolutions import where_faster
 from mirrordp.budget import Budget
 from mirrordp.data import Overlap, PrivateData, PublicData
 from mirrordp.ledger import Ledger, ledger_for
@@ -139,8 +139,9 @@ def train_sweep(
             budget.check_rows(private)
 
     if len(runs) > 1:
-        loss_fn = as_products(loss_fn)
-        public_loss_fn = None if public_loss_fn is None else as_products(public_loss_fn)
+        loss_fn = where_faster(loss_fn, side_by_side=True)
+        if public_loss_fn is not None:
+            public_loss_fn = where_faster(public_loss_fn, side_by_side=True)
     plan = plan_runs(
         loss_fn,
         params,

@@ -97,6 +97,14 @@ def test_a_window_larger_than_the_image_sees_nothing():
     assert not np.any(gradient)
 
 
+def test_large_ones_can_be_left():
+    loss, params, example = problem("plain")
+    patches = 7 * 6 * 3 * 3 * 3
+    for largest, left in ((patches - 1, 1), (patches, 0)):
+        traced = jax.make_jaxpr(as_products(loss, largest))(params, example)
+        assert len(convolutions(traced.jaxpr)) == left
+
+
 def test_low_precision_is_kept():
     def loss(params, example):
         return lax.conv_general_dilated(

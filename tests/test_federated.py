@@ -157,6 +157,16 @@ class TestClientData:
             (lambda: PrivateClients.from_users([np.zeros((0, 2))]), "at least one row"),
             (lambda: PrivateClients.from_users([np.ones(2)], ids=["a", "b"]), "2 names"),
             (lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=["a", "a"]), "each once"),
+            (lambda: PrivateClients.from_users([{"x": [1.0, 2.0]}]), "leading row axis"),
+            (lambda: PrivateClients.from_users([{}]), "arrays of the same names"),
+            (
+                lambda: PrivateClients.from_users([{"x": np.ones(1)}, {"y": np.ones(1)}]),
+                "arrays of the same names, got .* for user 1",
+            ),
+            (
+                lambda: PrivateClients.from_users([np.ones((2, 3)), np.ones((2, 4))]),
+                "the same shape, got .* for user 1",
+            ),
             (lambda: PrivateClients.from_rows(np.ones(3), [1, 2]), "owner of each row"),
             (lambda: PrivateClients.from_rows(np.ones(2), [1, 2], users=[1]), "among them"),
             (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
@@ -166,6 +176,20 @@ class TestClientData:
     def test_mistakes(self, call, message):
         with pytest.raises(ValueError, match=message):
             call()
+
+    def test_no_user_shifts_the_rows_of_another(self):
+        """Arrays of unequal length whose totals agree: labels of one user on rows of another."""
+        users = [{"x": np.ones(2), "y": np.ones(3)}, {"x": np.ones(3), "y": np.ones(2)}]
+        with pytest.raises(ValueError, match=r"same number of rows, got \[2, 3\] for user 0"):
+            PrivateClients.from_users(users)
+
+    def test_no_user_changes_the_type_of_anothers_rows(self):
+        numbers, none = np.array([1, 2], np.int32), np.zeros(0)
+        made = PrivateClients.from_users([none, numbers, none])
+        assert made.arrays.dtype == np.int32
+        np.testing.assert_array_equal(made.num_examples, [0, 2, 0])
+        with pytest.raises(TypeError, match=r"same kind of numbers, got .* for user 2"):
+            PrivateClients.from_users([none, numbers, np.array([0.5])])
 
     def test_a_user_on_both_sides_is_dropped_or_refused(self):
         names = [f"user {number}" for number in range(USERS)]
@@ -313,6 +337,18 @@ class TestRound:
     )
     def test_the_layout_changes_nothing(self, options):
         np.testing.assert_allclose(sums(**options), sums(), atol=1e-5)
+
+    def test_nothing_compiles_after_the_first_call(self):
+        """Whoever is drawn, and however many rows they own."""
+        iterator = run()
+        next(iterator)
+        compiled = federated._run_passes._cache_size()
+        tools.last(iterator)
+        tools.last(run(clients([rows(number % 7, number) for number in range(USERS)]), seed=9))
+        assert federated._run_passes._cache_size() == compiled
+        # Another mechanism is another program: the count would show it.
+        tools.last(run(mechanism=mechanism(l2_clip_norm=0.7)))
+        assert federated._run_passes._cache_size() == compiled + 1
 
     def test_a_run_goes_on_where_it_stopped(self):
         options = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -355,13 +356,33 @@ def test_the_log_never_states_less_than_was_spent():
     logging.getLogger("flwr").addHandler(handler)
     try:
         for noise_multiplier in (2.0, 2.3, 2.7):
-            server = strategy(mech=mechanism(noise_multiplier=noise_multiplier))
+            mech = mechanism(noise_multiplier=noise_multiplier)
+            server = strategy(mech=mech, round_timeout=0.01)  # nobody replies
             server.run(FakeGrid())
             stated = [float(m[1]) for line in lines if (m := re.search(r"epsilon ([\d.]+)", line))]
             assert min(stated[0], stated[-1]) >= server.spent().epsilon
             lines.clear()
     finally:
         logging.getLogger("flwr").removeHandler(handler)
+
+
+def test_the_report_holds_epsilon_after_every_round():
+    rounds = 11  # more than the points of other reports
+    mech = mechanism(noise_multiplier=2.0, accountant=Accountant.RDP, num_steps=rounds)
+    ledger = mirrordp.Ledger(mech.adjacency)
+    ledger.charge(mech.event)
+    for options in ({}, {"ledger": ledger}):
+        server = strategy(mech=mech, round_timeout=0.01, **options)
+        logged = []
+        server.run(FakeGrid(), on_round=lambda own, out=logged: out.append(own.spent().epsilon))
+        report = mirrordp.RunReport.from_dict(json.loads(server.report().to_json()))
+        found = dict(report.epsilon_over_steps)
+        if options:  # of this run alone, whatever else the ledger holds
+            assert found[rounds] == pytest.approx(mech.epsilon(DELTA))
+            assert found[rounds] < logged[-1]
+        else:
+            assert found == dict(enumerate(logged, start=1))
+            assert found[3] == pytest.approx(mech.epsilon(DELTA, num_steps=3))
 
 
 def test_epsilon_without_amplification():

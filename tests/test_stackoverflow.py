@@ -68,9 +68,15 @@ class TestReaders:
         (tmp_path / "bad.tsv").write_text("only a user\n")
         with pytest.raises(ValueError, match="line 1: expected a user and a sentence"):
             dict(data.read(tmp_path / "bad.tsv"))
-        (tmp_path / "bad.jsonl").write_text('{"name": 1}\n')
-        with pytest.raises(ValueError, match="expected the fields 'user' and 'text'"):
+        for text in ('{"name": 1}\n', "no JSON\n", "[1, 2]\n"):
+            (tmp_path / "bad.jsonl").write_text(text)
+            with pytest.raises(ValueError, match=r"line 1: .* the fields 'user' and 'text', got"):
+                dict(data.read(tmp_path / "bad.jsonl"))
+        (tmp_path / "bad.jsonl").write_text('\n{"user": 1, "text": null}\n')
+        with pytest.raises(ValueError, match="row 1: expected a user and a text"):
             dict(data.read(tmp_path / "bad.jsonl"))
+        (tmp_path / "blank.tsv").write_text("a\tone two\n\n")
+        assert dict(data.read(tmp_path / "blank.tsv")) == {"a": ["one two"]}
 
 
 class TestPrepare:
@@ -82,6 +88,10 @@ class TestPrepare:
         assert not set(made.private.ids) & set(made.public.ids)
         assert made.private.num_examples.max() <= 256
         assert facts["stand_in"]
+
+    def test_too_few_users(self, tsv):
+        with pytest.raises(ValueError, match="got 4 test, 36 public, 0 validation, 0 private"):
+            data.prepare(tsv, num_public_users=100)
 
     def test_a_user_decides_for_itself(self, users, tmp_path):
         """Which sentences are kept and which side a user is on do not follow from other users."""
@@ -182,6 +192,73 @@ class TestNetwork:
         assert found["word_perplexity"] == pytest.approx(np.exp(losses[words].mean()), rel=1e-5)
 
 
+class FakeLog(command.Log):
+    """A log whose runs have the loss that a function says."""
+
+    def __init__(self, loss):
+        self.loss, self.asked = loss, []
+
+    def validation_loss(self, job):
+        if job not in self.asked:
+            self.asked.append(job)
+        return self.loss(job)
+
+
+def far_from(server_rate, client_rate=0.2):
+    """A loss whose best rates are given, and whose best clip norm is 0.3."""
+
+    def loss(job):
+        distances = (job.server_rate / server_rate, job.client_rate / client_rate)
+        return sum(abs(np.log(distance)) for distance in distances) + job.clip
+
+    return loss
+
+
+class TestSearchOfRates:
+    def search(self, loss, **grid):
+        log = FakeLog(loss)
+        return command.search_rates(log, command.Grid(**grid), 4, 1.0), log.asked
+
+    def test_the_default_grid_begins_low(self):
+        assert {0.1, 0.3} <= set(command.SERVER_RATES)
+
+    def test_the_best_inside_the_grid_ends_the_search(self):
+        best, asked = self.search(far_from(0.3))
+        assert (best.server_rate, best.client_rate, best.clip) == (0.3, 0.2, 0.3)
+        assert asked == list(command.jobs_of_rates(command.Grid(), 4, 1.0))
+
+    @pytest.mark.parametrize(("wanted", "last"), [(0.01, 0.003), (30.0, 100.0)])
+    def test_a_best_server_rate_at_an_end_extends_the_grid(self, wanted, last):
+        best, asked = self.search(far_from(wanted))
+        assert best.server_rate == wanted
+        extended = asked[2 * 3 * 5 :]
+        assert {job.clip for job in extended} == {0.3}
+        server_rates = [job.server_rate for job in extended if job.client_rate == 0.2]
+        assert server_rates[-1] == last
+        assert sorted(server_rates, reverse=wanted < 1) == server_rates
+        # The client rate may have another best at another server rate: its neighbours are tried.
+        assert {0.1, 0.5} <= {job.client_rate for job in extended if job.server_rate == wanted}
+
+    def test_client_rates_likewise_and_both_together(self):
+        best, asked = self.search(far_from(0.03, 1.0), server_rates=(0.1, 0.3))
+        assert (best.server_rate, best.client_rate) == (0.03, 1.0)
+        tried = {(job.server_rate, job.client_rate) for job in asked if job.clip == 0.3}
+        assert {(0.01, 1.0), (0.1, 1.0), (0.03, 0.5), (0.03, 3.0)} <= tried
+
+    def test_single_values_are_taken_as_given(self):
+        best, asked = self.search(far_from(0.3), server_rates=(1.0,), client_rates=(0.5,))
+        assert (best.server_rate, best.client_rate) == (1.0, 0.5)
+        assert len(asked) == 2
+
+    def test_runs_that_diverge_lead_down_and_the_search_ends(self, capsys):
+        best, _ = self.search(lambda job: np.inf if job.server_rate > 0.02 else -job.server_rate)
+        assert best.server_rate == 0.01
+        best, asked = self.search(lambda job: job.server_rate)
+        assert best.server_rate < 1e-5
+        assert len(asked) <= 30 + 4 * command.MAX_EXTENSIONS
+        assert "keep moving" in capsys.readouterr().err
+
+
 class TestCommand:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
@@ -229,6 +306,33 @@ class TestCommand:
         assert command.main(self.arguments(tsv, tmp_path / "whole")) == 0
         assert (tmp_path / "whole" / "runs.jsonl").read_text() == before
 
+    def test_lines_of_another_machine_are_used(self, tsv, tmp_path, monkeypatch):
+        """Calibration differs in the last digits from machine to machine; the runs are the same."""
+        prepared = data.prepare(tsv, num_public_users=5)
+        task = command.Task(prepared, None, {}, None, 4, None, np.inf, tmp_path)
+        job = command.Job("rates", "warm", 0, 4, 1.0, 0.5, 0.3, noise_multiplier=0.7397203861501742)
+        record = {"key": task.key, "job": dataclasses.asdict(job), "metrics": "known"}
+        command.records.append(tmp_path / "runs.jsonl", record)
+        log = command.Log(tmp_path / "runs.jsonl", task)
+        here = dataclasses.replace(job, noise_multiplier=0.7397203864650386)
+        assert log.record(here) == record
+
+        def run(task, job):
+            raise RuntimeError("a run begins")
+
+        monkeypatch.setattr(command, "run", run)
+        for other in ({"noise_multiplier": 0.7398}, {"rounds": 3}, {"server_rate": 0.3}):
+            with pytest.raises(RuntimeError, match="a run begins"):
+                log.record(dataclasses.replace(job, **other))
+
+    def test_settings_are_searched_over_half_of_the_rounds(self, tsv, tmp_path, monkeypatch):
+        asked = []
+        monkeypatch.setattr(command, "staged", lambda *options: asked.append(options[3:5]))
+        for more in ([], ["--tuning-rounds", "7"]):
+            arguments = ["--data", str(tsv), "--out", str(tmp_path), "--rounds", "240", *more]
+            assert command.main([*arguments, "--public-users", "4"]) == 0
+        assert asked == [(240, 120), (240, 7)]
+
     def test_the_check_with_the_papers_noise(self, tsv, tmp_path, monkeypatch):
         assert command.PAPER_NOISE == 0.4
         # With as little noise as that the accounting takes a minute.
@@ -269,7 +373,10 @@ class TestCommand:
         assert best.client_rate == 0.1
 
     def test_table_and_figure_from_lines_alone(self, tmp_path, capsys):
-        """Three methods, two seeds, a search and a check; lines of other data are left out."""
+        """Three methods, two seeds, a search and a check.
+
+        Lines of other data, of an earlier choice of settings and of a shorter search are left out.
+        """
         pytest.importorskip("matplotlib")
 
         def line(stage, method, seed=0, *, perplexity=100.0, accuracy=0.2, key="new", **job):
@@ -295,9 +402,14 @@ class TestCommand:
 
         lines = [
             line("final", "pda", perplexity=1.0, accuracy=0.99, key="old"),
+            line("final", "warm", 1, perplexity=2.0, accuracy=0.99, server_rate=3.0),
+            line("final", "pda", 1, perplexity=2.0, accuracy=0.99, divisor=8),
+            line("rates", "warm", perplexity=2.0, server_rate=3.0, rounds=5),
             line("rates", "warm", perplexity=90.0),
+            line("rates", "warm", perplexity=1.2e139, client_rate=0.2),
             line("rates", "warm", perplexity=None, clip=1.0),
-            line("alpha", "pda", divisor=3, perplexity=80.0),
+            line("alpha", "pda", divisor=8, perplexity=2.0, server_rate=3.0),
+            line("alpha", "pda", divisor=3, perplexity=80.0, noise=0.7 * (1 + 1e-9)),
             line("check", "pda", divisor=5, noise=0.4),
         ]
         for seed in (1, 2):
@@ -319,8 +431,11 @@ class TestCommand:
         assert "| DP-FedAvg cold | 2 | 10.00 ± 0.00 | 201.50 ± 0.71 |" in text
         assert "| PDA-DPMD warm | 2 | 21.00 ± 0.00 | 101.50 ± 0.71 |" in text
         assert "accuracy 1.00 ± 0.00 points, perplexity -10.00 ± 0.00" in text
-        assert "| 1, 0.5, 0.3 | 90.0 |\n| 1, 0.5, 1 | diverged |" in text
+        assert "| 1, 0.5, 0.3 | 90.0 |\n| 1, 0.2, 0.3 | > 1e6 |\n| 1, 0.5, 1 | diverged |" in text
         assert "| 3 | 80.0 |" in text
+        assert "with i = 3." in text
+        assert "| 8 |" not in text
+        assert "| 3, 0.5, 0.3 |" not in text
         assert "Mechanics only, not a result: 20 rounds" in text
         assert "ε = 123.4" in text
         assert readme.read_text() == f"before\n{report.BEGIN}\n{text}{report.END}\nafter\n"
@@ -332,6 +447,11 @@ class TestCommand:
         with pytest.raises(SystemExit):
             command.main(["--out", str(tmp_path), "--plot-only"])
         assert "expected finished runs" in capsys.readouterr().err
+
+    def test_what_has_a_hundred_digits(self):
+        assert report._mean([1.2e139, 100.0]) == "> 1e6"
+        assert report._mean([-1.2e139]) == "< -1e6"
+        assert report._mean([100.0, 102.0]) == "101.00 ± 1.41"
 
     def test_a_table_without_runs(self):
         assert report.table([]) == "No final run yet.\n"

@@ -73,7 +73,7 @@ class Settings:
         noisy_clip_norm: clip of the released gradient; 0 for none.
         scale_noise: α(g + b) if true, αg + b if not.
         public_batch_size: public examples of a step of PDA-DPMD.
-        augment_public: random shifts and flips of public images, in the warm start and in ∇Ψ.
+        augment_public: random changes of public images (see `tasks`), in the warm start and in ∇Ψ.
         average_decay: decay of the exponential average that is evaluated beside the last iterate.
         holdout: private images that judge a sweep.
         vocabulary: of text, see `experiments.datasets.prepare`.

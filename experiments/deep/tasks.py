@@ -33,25 +33,44 @@ def task(dataset: str) -> Task:
         network = models.lstm_language_model()
         return Task(network, network.loss, functools.partial(_text_metrics, network))
     network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
-    # Letters must not be mirrored.
-    flip = dataset == "cifar10"
+    changed = shift_and_mirror if dataset == "cifar10" else warp
 
     def augmented_loss(params: Params, example: Any, key: jax.Array) -> jax.Array:
         image, label = example
-        return network.loss(params, (augment(image, key, flip=flip), label))
+        return network.loss(params, (changed(image, key), label))
 
     return Task(network, augmented_loss, functools.partial(_image_metrics, network))
 
 
-def augment(image: jax.Array, key: jax.Array, *, flip: bool, margin: int = 4) -> jax.Array:
+def shift_and_mirror(image: jax.Array, key: jax.Array, *, margin: int = 4) -> jax.Array:
     """Shift an image by up to `margin` pixels, edges repeated, and mirror half of them."""
     shift_key, flip_key = jax.random.split(key)
     padded = jnp.pad(image, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
     row, column = jax.random.randint(shift_key, (2,), 0, 2 * margin + 1)
     image = jax.lax.dynamic_slice(padded, (row, column, 0), image.shape)
-    if flip:
-        image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
-    return image
+    return jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
+
+
+def warp(image: jax.Array, key: jax.Array) -> jax.Array:
+    """Turn a letter by up to 12 degrees, scale and shear by up to 10%, shift by up to 2 pixels.
+
+    Letters must not be mirrored. Every pixel of the result is interpolated at A(x − c) + c + shift.
+    """
+    turn, high, wide, shear, *shift = jax.random.uniform(key, (6,), minval=-1.0, maxval=1.0)
+    angle = turn * jnp.pi / 15
+    rotation = jnp.array([[jnp.cos(angle), -jnp.sin(angle)], [jnp.sin(angle), jnp.cos(angle)]])
+    scale = jnp.exp(0.1 * jnp.array([[high], [wide]]))
+    matrix = scale * (rotation @ jnp.array([[1.0, 0.1 * shear], [0.0, 1.0]]))
+    centre = jnp.array([(n - 1) / 2 for n in image.shape[:2]])
+    grid = jnp.stack(jnp.meshgrid(*map(jnp.arange, image.shape[:2]), indexing="ij"), axis=-1)
+    places = (grid - centre) @ matrix.T + centre + 2 * jnp.array(shift)
+    one_channel = functools.partial(
+        jax.scipy.ndimage.map_coordinates,
+        coordinates=[places[..., 0], places[..., 1]],
+        order=1,
+        mode="nearest",
+    )
+    return jax.vmap(one_channel, in_axes=-1, out_axes=-1)(image)
 
 
 def _image_metrics(network: Network, params: Params, example: Any) -> dict[str, jax.Array]:

@@ -2,20 +2,23 @@
 
 Stages, each from what the one before it found:
 
-    rates   warm start; server rate, client rate and clip norm on the paper's grid, few rounds
-    alpha   PDA-DPMD at these; i of alpha_t = cos(pi t / (i T)), few rounds
+    rates   warm start; server rate, client rate and clip norm on a grid, half of the rounds
+    alpha   PDA-DPMD at these; i of alpha_t = cos(pi t / (i T)), half of the rounds
     final   cold, warm and PDA-DPMD over all rounds, several seeds: table and figure
     check   noise multiplier 0.4 as in the paper, a few rounds: the mechanics, not a result
 
 Settings are chosen by the perplexity of held-out private users, which the guarantee does not
-cover, and never by test users. A finished run is one line; a run that time cuts short leaves its
-state in a file and goes on from there in the next call.
+cover, and never by test users. Noise adds up from round to round, so that far fewer rounds would
+choose a server rate that is too high for the final runs; and where the best rate is the smallest
+or the largest that was tried, the next one is tried too. A finished run is one line; a run that
+time cuts short leaves its state in a file and goes on from there in the next call.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -55,7 +58,9 @@ PACKAGES = ("mirrordp", "jax", "jaxlib", "numpy", "optax", "jax-privacy", "dp-ac
 COLD, WARM, PDA = "cold", "warm", "pda"
 EPSILON, DELTA, PAPER_NOISE = 8.32, 1e-6, 0.4
 USERS_PER_ROUND, CLIENT_BATCH = 100, 16
-SERVER_RATES, CLIENT_RATES, CLIPS = (0.5, 1.0, 3.0), (0.1, 0.2, 0.5), (0.3, 1.0)
+# The paper's grid and two smaller server rates: few users need more noise, and it lasts.
+SERVER_RATES, CLIENT_RATES, CLIPS = (0.1, 0.3, 0.5, 1.0, 3.0), (0.1, 0.2, 0.5), (0.3, 1.0)
+MAX_EXTENSIONS = 12
 DIVISORS = (2, 3, 4, 5, 8)
 ROUNDS_PER_CALL = 5
 clock = time.monotonic
@@ -67,7 +72,7 @@ class OutOfTime(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. Equal jobs are the same line."""
+    """One run. Jobs of equal `identity` are the same line."""
 
     stage: str
     method: str
@@ -78,6 +83,11 @@ class Job:
     clip: float
     divisor: int | None = None
     noise_multiplier: float = 0.0
+
+    @property
+    def identity(self) -> "Job":
+        """The job without the last digits of a calibration, in which machines differ."""
+        return dataclasses.replace(self, noise_multiplier=float(f"{self.noise_multiplier:.6g}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,14 +378,14 @@ class Log:
             PACKAGES, sources, f"{device.platform}, {device.device_kind}"
         )
         self._found = {
-            Job(**record["job"]): record
+            Job(**record["job"]).identity: record
             for record in records.read(path)
             if record.get("key") == task.key
         }
 
     def record(self, job: Job) -> records.Record:
         """The line of a job, after running it if there is none."""
-        if job not in self._found:
+        if job.identity not in self._found:
             if clock() > self._task.deadline:
                 raise OutOfTime
             print(f"{job}", file=sys.stderr, flush=True)
@@ -388,14 +398,14 @@ class Log:
                 "provenance": self._provenance,
             }
             records.append(self._path, record)
-            self._found[job] = record
+            self._found[job.identity] = record
             print(
                 f"  {record['metrics']}, {record['seconds']} s, "
                 f"{record['seconds_per_round']} s a round",
                 file=sys.stderr,
                 flush=True,
             )
-        return self._found[job]
+        return self._found[job.identity]
 
     def validation_loss(self, job: Job) -> float:
         """Perplexity of held-out private users; infinite where the run diverged."""
@@ -408,7 +418,7 @@ class Log:
 
 
 class Grid(NamedTuple):
-    """What is searched; by default the paper's grid."""
+    """What is searched; by default the paper's grid and smaller server rates."""
 
     server_rates: Sequence[float] = SERVER_RATES
     client_rates: Sequence[float] = CLIENT_RATES
@@ -427,6 +437,58 @@ def jobs_of_rates(grid: Grid, rounds: int, noise: float) -> Iterator[Job]:
                 )  # fmt: skip
 
 
+def next_rate(rate: float, direction: int) -> float:
+    """The next rate up (+1) or down (-1) along {1, 3} * 10^i.
+
+    >>> next_rate(0.1, -1), next_rate(0.1, 1), next_rate(0.5, 1), next_rate(0.5, -1)
+    (0.03, 0.3, 1.0, 0.3)
+    """
+    exponent = math.floor(math.log10(rate))
+    ladder = [float(f"{digit}e{exponent + up}") for up in (-1, 0, 1) for digit in (1, 3)]
+    if direction > 0:
+        return min(step for step in ladder if step > rate * (1 + 1e-6))
+    return max(step for step in ladder if step < rate * (1 - 1e-6))
+
+
+def beyond(best: Job, tried: Sequence[Job], grid: Grid) -> list[Job]:
+    """The neighbours of the best rates that have not been tried beside its other settings.
+
+    They come from the rates tried elsewhere, and after the last of these from `next_rate`. A rate
+    with a single value in the grid is taken as given.
+    """
+    wanted = []
+    for name, values in (("server_rate", grid.server_rates), ("client_rate", grid.client_rates)):
+        if len(set(values)) < 2:
+            continue
+        own = getattr(best, name)
+        known = {getattr(job, name) for job in tried}
+        neighbours = (
+            max((rate for rate in known if rate < own), default=next_rate(own, -1)),
+            min((rate for rate in known if rate > own), default=next_rate(own, 1)),
+        )
+        wanted += [dataclasses.replace(best, **{name: rate}) for rate in neighbours]
+    return [job for job in wanted if job not in tried]
+
+
+def search_rates(log: Log, grid: Grid, rounds: int, noise: float) -> Job:
+    """The best of the grid, extended until the neighbours of its best rates have been tried."""
+
+    def score(job: Job) -> tuple[float, ...]:
+        # Where all diverge, lower rates are the way on.
+        return log.validation_loss(job), job.server_rate, job.client_rate
+
+    tried = list(jobs_of_rates(grid, rounds, noise))
+    for _ in range(MAX_EXTENSIONS):
+        best = min(tried, key=score)
+        more = beyond(best, tried, grid)
+        if not more:
+            return best
+        tried += more
+    best = min(tried, key=score)
+    print(f"the best rates keep moving; taken: {best}", file=sys.stderr, flush=True)
+    return best
+
+
 def staged(
     log: Log,
     stages: Sequence[str],
@@ -441,7 +503,7 @@ def staged(
         log.record(Job("check", PDA, 0, min(tuning_rounds, 20), 1.0, 0.2, 0.3, 5, PAPER_NOISE))
     if not {"rates", "alpha", "final"} & set(stages):
         return
-    rates = min(jobs_of_rates(grid, tuning_rounds, noise), key=log.validation_loss)
+    rates = search_rates(log, grid, tuning_rounds, noise)
     if not {"alpha", "final"} & set(stages):
         return
     candidates = [
@@ -483,10 +545,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", default=["rates", "alpha", "final"],
                         choices=("rates", "alpha", "final", "check"))  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1600, help="rounds of the final runs")
-    parser.add_argument("--tuning-rounds", type=int, default=100)
+    parser.add_argument(
+        "--tuning-rounds", type=int, help="rounds of runs that choose settings (half of --rounds)"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--server-rates", type=float, nargs="+", default=SERVER_RATES)
-    parser.add_argument("--client-rates", type=float, nargs="+", default=CLIENT_RATES)
+    parser.add_argument("--server-rates", type=float, nargs="+", default=SERVER_RATES,
+                        help="extended where the best is at an end; a single one is taken as given "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--client-rates", type=float, nargs="+", default=CLIENT_RATES,
+                        help="likewise (default: %(default)s)")  # fmt: skip
     parser.add_argument("--clips", type=float, nargs="+", default=CLIPS)
     parser.add_argument("--divisors", type=int, nargs="+", default=DIVISORS,
                         help="i of alpha_t = cos(pi t / (i T))")  # fmt: skip
@@ -555,7 +622,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.stages,
             grid,
             arguments.rounds,
-            arguments.tuning_rounds,
+            arguments.tuning_rounds or max(1, arguments.rounds // 2),
             arguments.seeds,
             noise,
         )

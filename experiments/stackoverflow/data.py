@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,11 @@ def read_hdf5(path: Path) -> Iterator[User]:
                 f"{list(file)}. These are the files that TensorFlow Federated downloads."
             )
         for client, group in file["examples"].items():
+            if "tokens" not in group:
+                raise ValueError(
+                    f"{path.name}: expected a data set 'tokens' for every client, got "
+                    f"{list(group)} for {client!r}."
+                )
             yield client, [sentence.decode("utf-8", "replace") for sentence in group["tokens"][()]]
 
 
@@ -64,6 +70,8 @@ def read_tsv(path: Path) -> Iterator[User]:
     def rows():
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
                 columns = line.rstrip("\n").split("\t")
                 if len(columns) < 2:
                     raise ValueError(
@@ -72,7 +80,7 @@ def read_tsv(path: Path) -> Iterator[User]:
                     )
                 yield columns[0], columns[-1]
 
-    return _grouped(rows())
+    return _grouped(path, rows())
 
 
 def read_jsonl(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
@@ -81,15 +89,21 @@ def read_jsonl(path: Path, *, user: str = "user", text: str = "text") -> Iterato
     def rows():
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                record = json.loads(line)
-                if user not in record or text not in record:
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    record = None
+                if not isinstance(record, dict) or not {user, text} <= set(record):
+                    found = sorted(record) if isinstance(record, dict) else "no JSON object"
                     raise ValueError(
-                        f"{path.name}, line {number}: expected the fields {user!r} and {text!r}, "
-                        f"got {sorted(record)}."
+                        f"{path.name}, line {number}: expected an object with the fields {user!r} "
+                        f"and {text!r}, got {found}."
                     )
-                yield str(record[user]), record[text]
+                yield record[user], record[text]
 
-    return _grouped(rows())
+    return _grouped(path, rows())
 
 
 def read_parquet(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
@@ -102,14 +116,18 @@ def read_parquet(path: Path, *, user: str = "user", text: str = "text") -> Itera
         raise ValueError(
             f"{path.name}: expected the columns {user!r} and {text!r}, got {table.column_names}."
         )
-    names = map(str, table[user].to_pylist())
-    return _grouped(zip(names, table[text].to_pylist(), strict=True))
+    return _grouped(path, zip(table[user].to_pylist(), table[text].to_pylist(), strict=True))
 
 
-def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[User]:
+def _grouped(path: Path, rows: Iterable[tuple[Any, Any]]) -> Iterator[User]:
     users: dict[str, list[str]] = {}
-    for name, sentence in rows:
-        users.setdefault(name, []).append(sentence)
+    for number, (name, sentence) in enumerate(rows, start=1):
+        if name is None or not isinstance(sentence, str):
+            raise ValueError(
+                f"{path.name}, row {number}: expected a user and a text, got user {name!r} and "
+                f"{type(sentence).__name__} for the text. Leave such rows out."
+            )
+        users.setdefault(str(name), []).append(sentence)
     return iter(users.items())
 
 
@@ -256,6 +274,14 @@ def prepare(
         public, kept = kept[:num_public_users], kept[num_public_users:]
     num_validation = round(validation_fraction * len(kept))
     validation, private = kept[:num_validation], kept[num_validation:]
+    parts = {"test": test, "public": public, "validation": validation, "private": private}
+    empty = [name for name, users in parts.items() if not users]
+    if empty:
+        raise ValueError(
+            f"{data.name}: expected users for testing, public, validation and private ones, got "
+            f"{', '.join(f'{len(users)} {name}' for name, users in parts.items())}. Give more "
+            "users, or ask for fewer public ones (--public-users)."
+        )
     if vocabulary_from == "train":
         not_covered.append("the vocabulary, counted over private sentences")
     source = public if vocabulary_from == "public" else private

@@ -1,5 +1,6 @@
 """Table and figure from the records; computes no experiment."""
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -11,13 +12,28 @@ from mirrordp.report import upwards
 BEGIN, END = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
 LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
 PAPER = {"cold": (18.52, 116.21), "warm": (21.2, 85.03), "pda": (21.77, 80.51)}
+# What is larger is shown as "> 1e6".
+LARGEST = 1e6
 # Okabe and Ito's palette; markers tell the lines apart in grey.
 STYLES = {"cold": ("#0072B2", "s"), "warm": ("#D55E00", "o"), "pda": ("#009E73", "^")}
 
 
 def final(found: Sequence[Record]) -> list[Record]:
-    """The runs of the comparison: those over the most rounds."""
-    runs = [record for record in found if record["job"]["stage"] == "final"]
+    """The runs of the comparison: over the most rounds, at the settings of the newest of these.
+
+    A later search may have chosen other settings than an earlier one; means never mix them.
+    """
+    runs = _longest([record for record in found if record["job"]["stage"] == "final"])
+    runs = [record for record in runs if _rates(record) == _rates(runs[-1])]
+    divisors = [record["job"]["divisor"] for record in runs if record["job"]["divisor"] is not None]
+    return [record for record in runs if record["job"]["divisor"] in (None, *divisors[-1:])]
+
+
+def _rates(record: Record) -> list[float]:
+    return [record["job"][name] for name in ("server_rate", "client_rate", "clip")]
+
+
+def _longest(runs: Sequence[Record]) -> list[Record]:
     most = max((record["job"]["rounds"] for record in runs), default=0)
     return [record for record in runs if record["job"]["rounds"] == most]
 
@@ -40,9 +56,18 @@ def title(record: Record) -> str:
     )
 
 
+def _number(value: float, digits: int) -> str:
+    """A number, or that it is beyond all use: a perplexity can have a hundred digits."""
+    if abs(value) <= LARGEST:
+        return f"{value:.{digits}f}"
+    return "> 1e6" if value > 0 else "< -1e6"
+
+
 def _mean(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
+    mean = statistics.mean(values)
+    if len(values) == 1 or abs(mean) > LARGEST:
+        return _number(mean, 2)
+    return f"{mean:.2f} ± {statistics.stdev(values):.2f}"
 
 
 def _gain(runs: Sequence[Record], metric: str, scale: float) -> str:
@@ -61,11 +86,15 @@ def _search(found: Sequence[Record], runs: Sequence[Record]) -> list[str]:
     noise = runs[0]["job"]["noise_multiplier"]
     lines = []
     for stage, name in (("rates", "server rate, client rate, clip"), ("alpha", "i")):
-        points = [
-            record
-            for record in found
-            if record["job"]["stage"] == stage and record["job"]["noise_multiplier"] == noise
-        ]
+        points = _longest(
+            [
+                record
+                for record in found
+                if record["job"]["stage"] == stage
+                and math.isclose(record["job"]["noise_multiplier"], noise, rel_tol=1e-5)
+                and (stage == "rates" or _rates(record) == _rates(runs[0]))
+            ]
+        )
         if not points:
             continue
         lines += [
@@ -77,10 +106,11 @@ def _search(found: Sequence[Record], runs: Sequence[Record]) -> list[str]:
             "|---|---|",
         ]
         for record in sorted(points, key=lambda r: r["validation"]["perplexity"] or float("inf")):
-            job, value = record["job"], record["validation"]["perplexity"]
-            names = ("server_rate", "client_rate", "clip") if stage == "rates" else ("divisor",)
-            setting = ", ".join(f"{job[name]:g}" for name in names)
-            lines.append(f"| {setting} | {'diverged' if value is None else f'{value:.1f}'} |")
+            perplexity = record["validation"]["perplexity"]
+            values = _rates(record) if stage == "rates" else [record["job"]["divisor"]]
+            setting = ", ".join(f"{value:g}" for value in values)
+            shown = "diverged" if perplexity is None else _number(perplexity, 1)
+            lines.append(f"| {setting} | {shown} |")
     return lines
 
 

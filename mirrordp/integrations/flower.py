@@ -293,9 +293,10 @@ class PrivateStrategy(Strategy):
             )
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
         self.ledger = Ledger(mechanism.adjacency) if ledger is None else ledger
+        self._is_only_run = ledger is None
         self._covers = (
             "this run"
-            if ledger is None
+            if self._is_only_run
             else "everything charged to the ledger, by runs that were fixed beforehand"
         )
         _validate.instance_of(Ledger, ledger=self.ledger)
@@ -307,6 +308,7 @@ class PrivateStrategy(Strategy):
         self.step, self.delta, self.seed = step, delta, seed
         self.participation_is_seen, self.round_timeout = participation_is_seen, round_timeout
         self.charged_rounds = 0
+        self._spent_after: dict[int, float] = {}
         self.unprivatized_replies: collections.Counter[str] = collections.Counter()
         self._rng, keys = randomness(seed, secure=mechanism.is_secure)
         self._public_key = keys.public
@@ -433,6 +435,7 @@ class PrivateStrategy(Strategy):
             self.step, self.state, total, public_gradient, alpha, public_loss
         )
         spent = self.spent()
+        self._spent_after[self.charged_rounds] = spent.epsilon
         _log.info(
             "round %d: epsilon %s at delta %g, unit: user, %s, %s",
             server_round, upwards(spent.epsilon), spent.delta, spent.adjacency.value, self._against,
@@ -530,6 +533,9 @@ class PrivateStrategy(Strategy):
     def report(self, *, results: Mapping[str, Any] | None = None, **options: Any) -> RunReport:
         """The run's privacy statement, with ε for an observer of the network among the results.
 
+        `epsilon_over_steps` holds ε after every round, as logged; on a ledger that other runs share
+        it holds a few values of this run alone.
+
         Args:
             results: released quantities, such as the accuracy on public rows.
             **options: `title`, `tuning` and others, as in `RunReport.of`.
@@ -540,7 +546,7 @@ class PrivateStrategy(Strategy):
             found["epsilon_of_this_run_if_participation_is_seen"] = seen.epsilon(
                 self.delta, num_steps=self.charged_rounds
             )
-        return RunReport.of(
+        made = RunReport.of(
             self.accounted,
             self.delta,
             charged_steps=self.charged_rounds,
@@ -555,6 +561,9 @@ class PrivateStrategy(Strategy):
                 | options
             ),
         )
+        if not (self._is_only_run and self._spent_after):
+            return made
+        return dataclasses.replace(made, epsilon_over_steps=tuple(self._spent_after.items()))
 
     def summary(self) -> None:
         """Logs what the run will cost."""
