@@ -90,6 +90,8 @@ def _is_ordinary(eqn, largest: int | None) -> bool:
         return False
     _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
     (result,), weights = eqn.outvars, eqn.invars[1]
+    if result.aval.size == 0:
+        return False
     positions = math.prod(result.aval.shape[i] for i in out_spec[2:])
     entries = weights.aval.size // max(1, weights.aval.shape[rhs_spec[0]])
     return largest is None or positions * entries <= largest

@@ -84,6 +84,19 @@ def test_only_grouped_convolutions_remain(name):
     assert len(convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)) == 1
 
 
+def test_a_window_larger_than_the_image_sees_nothing():
+    def loss(params, example):
+        sees = lax.conv_general_dilated(
+            example[None], params, (2, 2), "VALID", dimension_numbers=NHWC
+        )
+        return sees.sum() + example.sum()
+
+    params, example = jnp.ones((5, 2, 2, 4)), jnp.ones((3, 3, 2))
+    value, gradient = jax.value_and_grad(as_products(loss))(params, example)
+    assert value == example.sum()
+    assert not np.any(gradient)
+
+
 def test_large_ones_can_be_left():
     loss, params, example = problem("plain")
     patches = 7 * 6 * 3 * 3 * 3

@@ -114,12 +114,19 @@ def explain(
     """
     rows = len(jax.tree.leaves(batch)[0])
     keys = jax.random.split(jax.random.key(0), rows) if takes_key(loss_fn) else None
-    split = _Split.of(with_key(loss_fn), params, (batch, keys), trainable)
-    named = jax.tree_util.tree_leaves_with_path(trainable_part(params, trainable))
-    paths = [
-        _explain_leaf(split, number, jax.tree_util.keystr(path) or "params")
-        for number, (path, _) in enumerate(named)
+    named = [
+        (jax.tree_util.keystr(path) or "params", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trainable_part(params, trainable))
     ]
+    try:
+        split = _Split.of(with_key(loss_fn), params, (batch, keys), trainable)
+        paths = [_explain_leaf(split, number, name) for number, (name, _) in enumerate(named)]
+    except UnrecognisedError as error:
+        paths = [
+            ParameterPath(name, jnp.shape(leaf), "explicit", str(error), 2 * size, size)
+            for name, leaf in named
+            for size in [math.prod(jnp.shape(leaf))]
+        ]
     header = ("parameter", "shape", "path", "operations", "numbers", "why explicit")
     table = [
         (p.name, str(p.shape), p.path, f"{p.operations:,}", f"{p.numbers:,}", p.reason)
@@ -290,6 +297,9 @@ def _clipped_sum(
     program, plan = split.program, split.plan
     sites = program.sites
     batch_size = is_padding.shape[0]
+    if batch_size == 0:
+        none = jnp.zeros(0)
+        return [jnp.zeros(leaf.shape, _float32_or_wider(leaf)) for leaf in split.leaves], none, none
     losses, captured, cotangents = _backward(split, rows, batch_size)
     parts: dict[int, Factors] = {
         number: _factors.factors(sites[number], captured[number], cotangents[number][0])
@@ -304,12 +314,17 @@ def _clipped_sum(
     fallback = _fallback_gradients(split, captured, cotangents) if plan.fallback else []
 
     norms_squared = [_factors.squared_norm(g) for g in (*explicit.values(), *fallback)]
+    underflows = []
     for uses in plan.gram.values():
         oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
         margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
-        norms_squared.append(_factors.gram(oriented, margin=margin))
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in split.leaves))
-    factors, norms = _factors.clip_factors(norms_squared, is_padding, l2_clip_norm, dtype)
+        squared, underflow = _factors.gram(oriented, margin=margin)
+        norms_squared.append(squared)
+        underflows.append(underflow)
+    dtype = jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in split.leaves))
+    factors, norms = _factors.clip_factors(
+        norms_squared, underflows, is_padding, l2_clip_norm, dtype
+    )
 
     weight_sums = {
         number: _factors.weighted_sum(sites[number], parts[number], factors)
@@ -319,7 +334,7 @@ def _clipped_sum(
         number: _factors.scaled(gradient, factors).sum(axis=0)
         for number, gradient in explicit.items()
     }
-    sums = _pull_back(split, weight_sums)
+    sums = _leaf_sums(split, weight_sums)
     for leaf, gradient in zip(plan.fallback, fallback, strict=True):
         sums[leaf] = _factors.scaled(gradient, factors).sum(axis=0)
     return sums, losses, norms
@@ -362,9 +377,7 @@ def _fallback_gradients(split: _Split, captured, cotangents) -> list[jax.Array]:
         everything = program.operands(leaves, split.constants)
         return [everything[number] for number in numbers]
 
-    chosen = [
-        split.leaves[leaf].astype(_float32_or_wider(split.leaves[leaf])) for leaf in plan.fallback
-    ]
+    chosen = [split.leaves[leaf] for leaf in plan.fallback]
     values, pull = jax.vjp(operands, chosen)
 
     def one_example(captured, cotangents):
@@ -393,23 +406,21 @@ def _one_weight_gradient(site: Site, weights, captured, cotangents) -> list[jax.
     return gradients
 
 
-def _pull_back(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Array]:
-    """Sums with respect to sites' weights, [G, K, N], carried back to the parameter leaves."""
-    program = split.program
-    wide = [leaf.astype(_float32_or_wider(leaf)) for leaf in split.leaves]
-    numbers = sorted(weight_sums)
+def _leaf_sums(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Array]:
+    """Sums with respect to sites' weights, [G, K, N], brought back to the parameter leaves.
 
-    def operands(leaves):
-        everything = program.operands(leaves, split.constants)
-        return [everything[number][0] for number in numbers]
-
-    values, pull = jax.vjp(operands, wide)
-    cotangents = [
-        _factors.weight_gradient(program.sites[number], weight_sums[number]).astype(value.dtype)
-        for number, value in zip(numbers, values, strict=True)
-    ]
-    (sums,) = pull(cotangents)
-    return list(sums)
+    They are rearranged only: where the model casts a weight to fewer bits, a transposed cast would
+    round the sum, and a contribution could exceed the clip norm.
+    """
+    sums = [jnp.zeros(leaf.shape, _float32_or_wider(leaf)) for leaf in split.leaves]
+    for number, total in weight_sums.items():
+        site = split.program.sites[number]
+        view = site.views[0]
+        assert view is not None
+        gradient = _factors.weight_gradient(site, total)
+        leaf = sums[view.leaf]
+        sums[view.leaf] = leaf + view.restored(gradient, leaf.shape).astype(leaf.dtype)
+    return sums
 
 
 def _float32_or_wider(array: Any) -> Any:
@@ -434,11 +445,7 @@ def _rounds_inputs(site: Site) -> bool:
     """Whether float32 products of this site are computed from shortened inputs."""
     if site.name == "gather" or jax.default_backend() == "cpu":
         return False
-    precision = site.params.get("precision")
-    chosen = precision[0] if isinstance(precision, tuple) else precision
-    if chosen is None:
-        chosen = getattr(jax.config, "jax_default_matmul_precision", None)
-    return chosen not in (lax.Precision.HIGHEST, "highest", "float32")
+    return _factors.precision(site) is not lax.Precision.HIGHEST
 
 
 def _in_microbatches(run, rows: list[jax.Array], is_padding: jax.Array, size: int | None):

@@ -112,11 +112,20 @@ def is_factored(site: Site) -> bool:
     """Whether a site's gradient is a sum of outer products that `factors` can form."""
     if len(site.param_positions) != 1:
         return False
+    arrays = (*site.param_shapes, *site.out_shapes)
+    if 0 in site.loops or not all(
+        array.size and jnp.issubdtype(array.dtype, jnp.floating) for array in arrays
+    ):
+        return False
     match site.name:
         case "dot_general":
             return True
         case "conv_general_dilated":
-            return site.param_positions == (1,) and site.params["batch_group_count"] == 1
+            return (
+                site.param_positions == (1,)
+                and len(site.param_shapes[0].shape) > 2
+                and site.params["batch_group_count"] == 1
+            )
         case "gather":
             is_stacked = any(site.varies[0])
             return site.param_positions == (0,) and not is_stacked and _is_row_lookup(site)
@@ -373,7 +382,7 @@ def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
 def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
     (weight,) = site.param_shapes
     batch, rows = index.shape[0], weight.shape[0]
-    index = index.reshape(batch, 1, -1)
+    index = _signed(index).reshape(batch, 1, -1)
     if site.params["mode"] == lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, rows - 1)
     # Lookups outside the table are filled with a constant: their row of the gradient is zero.
@@ -383,8 +392,19 @@ def _gather_factors(site: Site, index: Array, cotangent: Array) -> Factors:
     return Factors(Side(ones=index), Side(right))
 
 
-def gram(parts: Sequence[Factors], *, margin: float) -> Array:
-    """(‖Σ_parts G_i‖ + margin · S_i)² by Gram matrices, in float64, of shape [B].
+def _signed(index: Array) -> Array:
+    """Indices in a type that holds -1 and the number of rows of any table."""
+    if index.dtype in (jnp.int32, jnp.int64):
+        return index
+    largest = min(jnp.iinfo(index.dtype).max, jnp.iinfo(jnp.int32).max)
+    return jnp.minimum(index, jnp.asarray(largest, index.dtype)).astype(jnp.int32)
+
+
+def gram(parts: Sequence[Factors], *, margin: float) -> tuple[Array, Array]:
+    """(‖Σ_parts G_i‖ + margin · S_i)² by Gram matrices, in float64; and a bound on underflow.
+
+    Both have shape [B]. The second bounds what `weighted_sum` can add to a contribution because
+    numbers below the smallest normal one are rounded, or not kept at all.
 
     Args:
         parts: factors that lie in one layout.
@@ -393,36 +413,64 @@ def gram(parts: Sequence[Factors], *, margin: float) -> Array:
     return float64_call(functools.partial(_gram, margin=margin), tuple(parts))
 
 
-def _gram(parts: Sequence[Factors], margin: float) -> Array:
+def _gram(parts: Sequence[Factors], margin: float) -> tuple[Array, Array]:
     spread = functools.reduce(jnp.add, [_spread(part) for part in parts])
     total = jnp.zeros_like(spread)
     for number, one in enumerate(parts):
         for other in parts[: number + 1]:
             product = _inner(one.left, other.left) * _inner(one.right, other.right)
             total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
-    if wide_dtype() == jnp.float32:
-        # No float64 here (TPU): the sums' own rounding, at worst, is added to them.
-        entries = sum(_entries(side) for side in parts[0])
-        total += entries * 2.0**-24 * spread**2
+    total += _gram_roundoff(parts) * spread**2
     # Written so that a NaN stays one, which `maximum` would not promise.
     norm = jnp.sqrt(jnp.where(total < 0, 0.0, total))
-    return (norm + margin * spread) ** 2
+    underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
+    return (norm + margin * spread) ** 2, underflow
+
+
+def _gram_roundoff(parts: Sequence[Factors]) -> float:
+    """The rounding of the Gram sums themselves: of inner products at worst, and of adding them."""
+    terms = sum(_entries(side) for side in parts[0]) + sum(_positions(part) for part in parts)
+    return terms * float(jnp.finfo(wide_dtype()).eps) / 2
+
+
+def _underflow(part: Factors) -> Array:
+    """ε (√N Σ_t ‖L_t‖ + √K Σ_t ‖R_t‖ + T √(K N)), with ε the smallest normal number of the sum.
+
+    An error of ε in each entry of c·R, of L, and of their products.
+    """
+    left, right = (math.sqrt(_entries(side)) for side in part)
+    inputs = right * _lengths(part.left) + left * _lengths(part.right) + left * right
+    vectors = part.left.vectors if part.right.vectors is None else part.right.vectors
+    assert vectors is not None
+    smallest = jnp.finfo(jnp.promote_types(vectors.dtype, jnp.float32)).tiny
+    return float(smallest) * inputs.sum(axis=(1, 2))
 
 
 def clip_factors(
-    norms_squared: Sequence[Array], is_padding: Array, l2_clip_norm: float, dtype: Any
+    norms_squared: Sequence[Array],
+    underflows: Sequence[Array],
+    is_padding: Array,
+    l2_clip_norm: float,
+    dtype: Any,
 ) -> tuple[Array, Array]:
-    """c_i = min(1, C / ‖g_i‖), zero for padding and where the norm is not finite; and ‖g_i‖."""
+    """c_i = min(1, (C - u_i) / ‖g_i‖), zero for padding and where the norm is not finite; ‖g_i‖.
 
-    def compute(norms_squared, is_padding):
+    u_i is the underflow to expect when c_i g_i is computed. The factors are rounded down.
+    """
+
+    def compute(norms_squared, underflows, is_padding):
         norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
-        usable = jnp.isfinite(norms) & ~is_padding
-        factors = jnp.where(usable, jnp.minimum(1.0, l2_clip_norm / norms), 0.0)
-        return tuple(lax.convert_element_type(x, dtype) for x in (factors, norms))
+        room = functools.reduce(jnp.subtract, underflows, jnp.full_like(norms, l2_clip_norm))
+        usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
+        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
+        factors = lax.convert_element_type(exact, dtype)
+        # A subnormal factor has few bits: rounded up it would add more than 1e-6.
+        factors = jnp.where(_wide(factors) > exact, jnp.nextafter(factors, 0), factors)
+        return factors, lax.convert_element_type(norms, dtype)
 
     if not norms_squared:
         return jnp.zeros(is_padding.shape, dtype), jnp.zeros(is_padding.shape, dtype)
-    return float64_call(compute, list(norms_squared), is_padding)
+    return float64_call(compute, list(norms_squared), list(underflows), is_padding)
 
 
 def _inner(one: Side, other: Side) -> Array:
@@ -467,7 +515,7 @@ def _pixel_products(one: Images, other: Images) -> Array:
     x, y = one.pixels, other.pixels
     rank = len(one.window)
     flat = lambda array: _wide(array.reshape(*array.shape[:2], -1, array.shape[-1]))  # noqa: E731
-    products = jnp.einsum("bgpc,bgqc->bgpq", flat(x), flat(y))
+    products = jnp.einsum("bgpc,bgqc->bgpq", flat(x), flat(y), precision="highest")
     products = products.reshape(*x.shape[:-1], *y.shape[2:-1])
     for axis in reversed(range(rank)):
         # Axes: B, G, n, spatial..., m, spatial...
@@ -484,7 +532,8 @@ def _products(one: Array, other: Array) -> Array:
     if one.shape[2] == other.shape[2] == 1:
         # A single position: a fused reduction, where a batch of tiny products would be slow.
         return (_wide(one) * _wide(other)).sum(axis=-1, keepdims=True)
-    return jnp.einsum("bgtk,bgsk->bgts", _wide(one), _wide(other))
+    # Unless told otherwise, `jax.default_matmul_precision` may shorten even float64.
+    return jnp.einsum("bgtk,bgsk->bgts", _wide(one), _wide(other), precision="highest")
 
 
 def _spread(part: Factors) -> Array:
@@ -515,6 +564,12 @@ def _entries(side: Side) -> int:
     if side.images is not None:
         return math.prod(side.images.window) * side.images.pixels.shape[-1]
     return 1 if side.vectors is None else side.vectors.shape[-1]
+
+
+def _positions(part: Factors) -> int:
+    side = part.left if part.right.vectors is None else part.right
+    assert side.vectors is not None
+    return side.vectors.shape[2]
 
 
 def explicit(site: Site, part: Factors) -> Array:
@@ -557,16 +612,26 @@ def scaled(array: Array, weights: Array) -> Array:
 
 
 def _product(formula: str, site: Site, left: Array, right: Array) -> Array:
-    dtype = jnp.promote_types(left.dtype, jnp.float32)
-    precision = site.params.get("precision")
-    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=dtype)
+    dtype = jnp.promote_types(jnp.promote_types(left.dtype, right.dtype), jnp.float32)
+    return jnp.einsum(formula, left, right, precision=precision(site), preferred_element_type=dtype)
+
+
+def precision(site: Site) -> lax.Precision:
+    """That of the site, for sums of its weight's gradient too; algorithms become the highest."""
+    chosen = site.params.get("precision")
+    chosen = chosen[0] if isinstance(chosen, tuple) else chosen
+    if chosen is None:
+        return lax.Precision.DEFAULT
+    return chosen if isinstance(chosen, lax.Precision) else lax.Precision.HIGHEST
 
 
 def squared_norm(array: Array) -> Array:
     """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
 
     def sum_of_squares(array):
-        return (_wide(array) ** 2).reshape(array.shape[0], -1).sum(axis=-1)
+        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+        squares = functools.reduce(jnp.add, [_wide(part) ** 2 for part in parts])
+        return squares.sum(axis=tuple(range(1, array.ndim)))
 
     return float64_call(sum_of_squares, array)
 

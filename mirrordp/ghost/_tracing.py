@@ -2,7 +2,8 @@
 
 The loss of *one* example is traced to a jaxpr, and every value in it is one of three kinds:
 
-    CONST   depends on neither the trainable parameters nor the example
+    CONST   depends on neither the trainable parameters (unless no gradient passes, as through
+            `stop_gradient` and comparisons) nor the example
     PARAM   depends on trainable parameters only
     BATCH   depends on the example (and perhaps on parameters)
 
@@ -55,12 +56,35 @@ class View(NamedTuple):
     axes: tuple[int | None, ...] | None
     stacked: tuple[int, ...] = ()
 
+    def rearranged(self, leaf: jax.Array) -> jax.Array:
+        """The value that this is a view of, all iterations of loops [*stacked, ...], never cast."""
+        _, axes, _, *steps = self.layout
+        named = [axis for axis in axes if axis is not None]
+        # Axes of the leaf that are not named have size one.
+        order = [*self.stacked, *named]
+        order += [axis for axis in range(leaf.ndim) if axis not in order]
+        stacks = [leaf.shape[axis] for axis in self.stacked]
+        shape = [1 if axis is None else leaf.shape[axis] for axis in axes]
+        value = leaf.transpose(order).reshape(*stacks, *shape)
+        for name, detail in steps:
+            if name == "transpose":
+                first = len(stacks)
+                value = value.transpose(*range(first), *(first + axis for axis in detail))
+            else:
+                value = value.reshape(*stacks, *detail)
+        return value
+
+    def restored(self, gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The leaf's gradient from that of the value: `rearranged`, transposed."""
+        leaf = jax.ShapeDtypeStruct(shape, gradient.dtype)
+        return jax.linear_transpose(self.rearranged, leaf)(gradient)[0]
+
 
 class Value(NamedTuple):
     """A value in the interpretation.
 
     Attributes:
-        kind: what it depends on.
+        kind: what it depends on; what has no gradient with respect to parameters is a CONST.
         value: itself; None where it is not computed.
         view: of a PARAM value, if it is a rearranged leaf.
         leaves: that a PARAM value depends on.
@@ -168,6 +192,13 @@ def trace(
 ) -> Program:
     """Traces `loss(*leaves, *constants, *example)`, of one example, and finds its sites."""
     jaxpr = jax.make_jaxpr(loss)(*leaves, *constants, *example)
+    # The oracle, which is asked instead, says best what is wrong with these.
+    if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves):
+        raise UnrecognisedError("there are trainable parameters that are not floats")
+    if [(out.shape, jnp.issubdtype(out.dtype, jnp.floating)) for out in jaxpr.out_avals] != [
+        ((), True)
+    ]:
+        raise UnrecognisedError("the loss is not one real number")
     program = Program(jaxpr, len(leaves), len(constants), ())
     run = _Interpreter(mode=_Mode.OPERANDS)
 
@@ -243,6 +274,9 @@ class _Interpreter:
             return self.plain(eqn, inputs, Kind.PARAM)
         if name == "scan":
             return self.scan(eqn, inputs)
+        if name in ("while", "cond") and _holds_while(eqn):
+            # It has no transpose, and only the whole loss knows whether one is needed.
+            raise UnrecognisedError("a while loop takes both parameters and data")
         return self.site(eqn, inputs)
 
     def plain(self, eqn, inputs: list[Value], kind: Kind) -> list[Value]:
@@ -252,14 +286,15 @@ class _Interpreter:
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
         outputs = bind(eqn, [value.value for value in inputs])
-        views = [None] * len(outputs)
-        if kind is Kind.PARAM and len(inputs) == 1:
-            views = [_view_after(eqn, inputs[0].view)]
-        if kind is not Kind.PARAM:
-            return [Value(kind, output) for output in outputs]
+        view = None
+        if kind is Kind.PARAM and len(inputs) == len(outputs) == 1:
+            view = _view_after(eqn, inputs[0].view)
         return [
-            Value(kind, output, view, leaves, varies)
-            for output, view in zip(outputs, views, strict=True)
+            Value(Kind.PARAM, output, view, leaves, varies)
+            if kind is Kind.PARAM and _carries_gradients(eqn, var)
+            # Constants that were parameters may differ between the iterations of a loop.
+            else Value(Kind.CONST if kind is Kind.PARAM else kind, output, varies=varies)
+            for var, output in zip(eqn.outvars, outputs, strict=True)
         ]
 
     def site(self, eqn, inputs: list[Value]) -> list[Value]:
@@ -393,6 +428,17 @@ class _Interpreter:
         return [Value(Kind.BATCH, value) for value in [*state, *stacked]]
 
 
+def _holds_while(eqn) -> bool:
+    if eqn.primitive.name == "while":
+        return True
+    inner = core.jaxprs_in_params(eqn.params)
+    return any(_holds_while(part) for jaxpr in inner for part in jaxpr.eqns)
+
+
+def _carries_gradients(eqn, output) -> bool:
+    return eqn.primitive.name != "stop_gradient" and jnp.issubdtype(output.aval.dtype, jnp.inexact)
+
+
 def _scan_arity(eqn) -> tuple[int, int]:
     """The number of constants and of carried values among a scan's operands."""
     if "num_consts" in eqn.params:
@@ -502,13 +548,13 @@ def _view_after(eqn, view: View | None) -> View | None:
                 if axes is None
                 else tuple(axis for i, axis in enumerate(axes) if i not in dropped)
             )
-            step = (name, tuple(dropped))
+            step = ("reshape", tuple(out.aval.shape))
         case "expand_dims" | "broadcast_in_dim" | "reshape":
             shape = tuple(out.aval.shape)
             if out.aval.size != eqn.invars[0].aval.size:
                 return None
             new = None
-            step = (name, shape)
+            step = ("reshape", shape)
             if name == "broadcast_in_dim" and axes is not None:
                 kept = eqn.params["broadcast_dimensions"]
                 new = tuple(axes[kept.index(i)] if i in kept else None for i in range(len(shape)))

@@ -48,7 +48,7 @@ def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     """The same search finds the fault if norms are summed in float32 without a margin."""
     monkeypatch.setattr(_factors, "wide_dtype", lambda: jnp.float32)
     monkeypatch.setattr(ghost, "_sum_roundoff", lambda site: 0.0)
-    monkeypatch.setattr(_factors, "_entries", lambda side: 0)
+    monkeypatch.setattr(_factors, "_gram_roundoff", lambda parts: 0.0)
     compiled.cache_clear()
     worst = max(
         np.linalg.norm(np.asarray(compiled(ghost, 1.0)(cancelling(17, 1e3, gap)), np.float64))
@@ -82,3 +82,69 @@ def test_a_non_finite_example_never_reaches_the_sum():
             spoiled = list(batch)
             spoiled[side] = batch[side].at[2, 1, 4].set(bad)
             np.testing.assert_array_equal(clipped(weight, tuple(spoiled), none), wanted)
+
+
+@pytest.mark.parametrize("positions", [2, 40], ids=["gram", "product"])
+@pytest.mark.parametrize(
+    "shortened",
+    [lambda w: w.astype(jnp.bfloat16), lambda w: jax.lax.reduce_precision(w, 8, 7)],
+    ids=["cast", "reduce_precision"],
+)
+def test_sums_are_not_rounded_where_the_model_shortens_its_weights(shortened, positions):
+    """The transpose of a cast is a cast: the sum of clipped gradients must not go through it."""
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(30, 30)), jnp.float32)
+    loss = lambda w, x: jnp.sum(jnp.tanh(x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)  # noqa: E731
+    clipped = jax.jit(
+        ghost.clipped_grad(lambda w, x: loss(shortened(w), x), l2_clip_norm=0.1).__call__
+    )
+    for _ in range(8):
+        example = jnp.asarray(rng.normal(size=(1, positions, 30)), jnp.float32)
+        total = clipped(weight, example, jnp.zeros(1, bool))
+        assert np.linalg.norm(np.asarray(total, np.float64)) <= 0.1 * (1 + 1e-6)
+
+
+def test_bfloat16_weights_behind_a_function_of_weights():
+    params = {"w": jnp.ones((4, 3), jnp.bfloat16), "gain": jnp.ones(3, jnp.bfloat16)}
+    loss = lambda p, x: jnp.sum(x @ (p["w"] * 0.5 * p["gain"])).astype(jnp.float32)  # noqa: E731
+    batch = jnp.ones((2, 4), jnp.bfloat16)
+    results = [
+        module.clipped_grad(loss, l2_clip_norm=0.3, trainable={"w": True, "gain": False})(
+            params, batch, jnp.zeros(2, bool)
+        )["w"]
+        for module in (ghost, clipping)
+    ]
+    np.testing.assert_allclose(*results, rtol=1e-2)
+
+
+def test_cancelling_positions_in_float64():
+    """Float64 Gram sums have no wider type to hide in: their own rounding counts."""
+    with jax.enable_x64(True):
+        clipped = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=1.0).__call__)
+        rng = np.random.default_rng(0)
+        for gap in (1e-10, 1e-9, 1e-8, 1e-6):
+            left, right = rng.normal(size=(5, 90)), rng.normal(size=(5, 60))
+            nearly = left * (1 + gap * rng.normal(size=left.shape))
+            left = 1e10 * np.concatenate([left, nearly])[None]
+            right = np.concatenate([right, -right])[None]
+            total = clipped(jnp.zeros((90, 60)), (left, right), jnp.zeros(1, bool))
+            assert np.linalg.norm(total) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(("left", "right"), [(1e34, 1e-34), (1e20, 1e20), (1e-43, 1e38)])
+def test_numbers_that_underflow_on_the_way(left, right):
+    """Scaled cotangents, or clip factors, may be subnormal where the result is not."""
+    for seed in range(8):
+        one, other = cancelling(5, 1.0, 1.0, seed)
+        example = (one * np.float32(left), other * np.float32(right))
+        total = compiled(ghost, 1.0)(example)
+        assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
+
+
+def test_shortened_algorithms_are_not_used_for_norms_and_sums():
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        clipped = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=1.0).__call__)
+        for seed in range(4):
+            example = cancelling(5, 1e3, 1e-3, seed)
+            total = clipped(jnp.zeros((90, 60)), example, jnp.zeros(1, bool))
+            assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
