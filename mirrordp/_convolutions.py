@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from mirrordp._jaxprs import bind
+from mirrordp._jaxprs import bind, called
 from mirrordp.types import LossFn
 
 SMALL = 2**15
@@ -73,10 +73,7 @@ def _evaluate(jaxpr, consts, inputs, largest: int | None) -> list[jax.Array]:
         operands = [read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         if name in CALLS:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            closed = isinstance(inner, core.ClosedJaxpr)
-            consts = inner.consts if closed else []
-            outputs = _evaluate(inner.jaxpr if closed else inner, consts, operands, largest)
+            outputs = _evaluate(*called(eqn), operands, largest)
         elif name == "conv_general_dilated" and _is_ordinary(eqn, largest):
             outputs = [_product_of_patches(*operands, **eqn.params)]
         else:

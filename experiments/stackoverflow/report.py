@@ -176,9 +176,10 @@ def table(found: Sequence[Record]) -> str:
 
 
 def figure(found: Sequence[Record], path: Path) -> None:
-    """Accuracy and perplexity on test users against rounds: mean over seeds."""
+    """Accuracy and perplexity on test users against rounds: mean over seeds, and their range."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     runs = final(found)
     drawing = Figure(figsize=(9, 3.6), layout="constrained")
@@ -193,19 +194,23 @@ def figure(found: Sequence[Record], path: Path) -> None:
                 if record["job"]["method"] == method
             ]
             common = sorted(set.intersection(*map(set, curves))) if curves else []
-            points = [
-                (number, statistics.mean(curve[number] for curve in curves))
-                for number in common
-                if all(curve[number] is not None for curve in curves)
-            ]
+            seen = {number: [curve[number] for curve in curves] for number in common}
+            seen = {number: values for number, values in seen.items() if None not in values}
             # A cold start begins at the size of the vocabulary, which would hide all the rest.
-            points = [p for p in points if metric == "accuracy" or p[1] < 2000]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), color=color, marker=marker, label=LABELS[method]
-                )
+            seen = {
+                number: values
+                for number, values in seen.items()
+                if metric == "accuracy" or statistics.mean(values) < 2000
+            }
+            if seen:
+                means = [statistics.mean(values) for values in seen.values()]
+                axes.plot(list(seen), means, color=color, marker=marker, label=LABELS[method])
+                lowest, highest = zip(*((min(v), max(v)) for v in seen.values()), strict=True)
+                axes.fill_between(list(seen), lowest, highest, color=color, alpha=0.2, linewidth=0)
         axes.set(xlabel="round", ylabel=label)
     panels[1].set_yscale("log")
+    panels[1].yaxis.set_major_formatter(ScalarFormatter())
+    panels[1].yaxis.set_minor_formatter(ScalarFormatter())
     panels[0].legend(frameon=False)
     record = runs[0]
     stand_in = "STAND-IN (Stack Exchange)" if record["facts"]["stand_in"] else "StackOverflow"

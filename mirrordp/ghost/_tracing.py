@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from mirrordp._jaxprs import bind
+from mirrordp._jaxprs import bind, called
 
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 SHIFTS = {"add": 1, "add_any": 1, "sub": -1}
@@ -266,10 +266,8 @@ class _Interpreter:
             kind = Kind.BATCH if Kind.BATCH in kinds else Kind.CONST
             return self.plain(eqn, inputs, kind)
         if name in INLINED:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            closed = isinstance(inner, core.ClosedJaxpr)
-            consts = [Value(Kind.CONST, c) for c in inner.consts] if closed else []
-            return self.jaxpr(inner.jaxpr if closed else inner, consts, inputs)
+            inner, consts = called(eqn)
+            return self.jaxpr(inner, [Value(Kind.CONST, const) for const in consts], inputs)
         if Kind.BATCH not in kinds:
             return self.plain(eqn, inputs, Kind.PARAM)
         if name == "scan":
