@@ -34,6 +34,7 @@ class Session:
         quiet: no progress.
         max_steps: cut every run short, for tests of the machinery.
         warm_starts: folder of pre-trained parameters.
+        shared: other work runs on the same machine.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Session:
     quiet: bool = False
     max_steps: int | None = None
     warm_starts: Path | None = None
+    shared: bool = False
 
     def __post_init__(self):
         self._loaded: dict = {}
@@ -100,6 +102,7 @@ class Session:
                 kind=kind,
                 on_progress=on_progress,
                 max_steps=self.max_steps,
+                shared=self.shared,
             )[: len(group)]
         for line in lines:
             records.append(results.file_of(self.folder, settings.name), line)
@@ -167,6 +170,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder that keeps pre-trained parameters",
     )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="other work runs on this machine: record that the seconds are no measure of cost",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -201,6 +209,7 @@ def open_session(arguments: argparse.Namespace) -> Session:
         quiet=arguments.quiet,
         max_steps=arguments.max_steps,
         warm_starts=arguments.warm_starts or arguments.results / "warm_starts",
+        shared=arguments.shared,
     )
 
 

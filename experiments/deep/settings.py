@@ -16,6 +16,7 @@ from typing import Any
 from experiments import datasets, records
 
 ALGORITHMS = ("cold", "warm", "pda")
+OPTIMIZERS = ("adam", "sgd")
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = "base"
 
@@ -26,13 +27,24 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartSettings:
-    """Pre-training on public data; see `mirrordp.warm_start`."""
+    """Pre-training on public data; see `mirrordp.warm_start`.
 
+    `optimizer` is `adam`, or `sgd` with the gradient clipped to norm 1.
+    """
+
+    optimizer: str = "adam"
     learning_rate: float = 1e-3
     batch_size: int = 64
     patience: int = 20
     max_epochs: int = 300
     refit: bool = True
+
+    def identity(self) -> dict[str, Any]:
+        """The values that decide the start; Adam is not named, as in lines from before."""
+        values = dataclasses.asdict(self)
+        if self.optimizer == "adam":
+            del values["optimizer"]
+        return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +139,10 @@ class Settings:
             f"decay (K) belongs to pda and to nothing else, got {self.decay!r} for "
             f"{self.algorithm}.",
         )
+        check(
+            self.warm_start.optimizer in OPTIMIZERS,
+            f"[warm_start] optimizer must be one of {', '.join(OPTIMIZERS)}.",
+        )
         check(self.decay_unit in ("epochs", "steps"), "decay_unit must be epochs or steps.")
         check(bool(self.seeds), "seeds must name at least one seed.")
         check(
@@ -139,6 +155,7 @@ class Settings:
         values = dataclasses.asdict(self)
         for unimportant in ("name", "seeds", "together", "about", "sweep", "holdout"):
             del values[unimportant]
+        values["warm_start"] = self.warm_start.identity()
         if self.algorithm == "cold":
             del values["warm_start"]
         if self.algorithm != "pda":

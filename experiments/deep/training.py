@@ -1,11 +1,13 @@
 """From settings to result lines: trains one run, or several in one compiled call."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,8 @@ class WarmStarts:
     """Pre-trained parameters by seed, computed once for all runs that begin there.
 
     On a GPU two processes that pre-train alike do not end alike, by as much as what is to be
-    measured: the parameters are kept in files, so that runs which are compared begin at one point.
+    measured: the parameters are kept in files, so that runs which are compared begin at one point,
+    also where several processes share the folder.
 
     Args:
         folder: where the files are; None keeps nothing beyond this process.
@@ -122,14 +125,26 @@ class WarmStarts:
             return cold, {}
         # Data sets of one process may differ in what is public (other text, another vocabulary).
         public = (data.prepared.label, settings.vocabulary, settings.public_text)
-        chosen = dataclasses.asdict(settings.warm_start)
+        chosen = settings.warm_start.identity()
         key = records.fingerprint(
             [settings.dataset, public, chosen, settings.augment_public, len(data.public), seed]
         )
         if key not in self._found:
-            self._found[key] = self._read(key, cold) or _warm_start(settings, data, cold, seed)
-            self._write(key, *self._found[key])
+            with self._only_one(key):
+                self._found[key] = self._read(key, cold) or _warm_start(settings, data, cold, seed)
+                self._write(key, *self._found[key])
         return self._found[key]
+
+    @contextlib.contextmanager
+    def _only_one(self, key: str) -> Iterator[None]:
+        """One process pre-trains, others that want the same start wait for its file."""
+        if self._folder is None:
+            yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / f"{key}.lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
 
     def _read(self, key: str, like: Params) -> tuple[Params, dict[str, Any]] | None:
         if self._folder is None or not (self._folder / f"{key}.npz").exists():
@@ -143,7 +158,6 @@ class WarmStarts:
     def _write(self, key: str, params: Params, about: dict[str, Any]) -> None:
         if self._folder is None or (self._folder / f"{key}.npz").exists():
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))}
         draft = self._folder / f"{key}.draft.npz"
         np.savez(draft, about=json.dumps(about), **arrays)
@@ -158,7 +172,7 @@ def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
         task.augmented_loss if settings.augment_public else task.network.loss,
         cold,
         data.public,
-        optimizer=_adam(chosen.learning_rate),
+        optimizer=_pretraining(chosen.optimizer, chosen.learning_rate),
         batch_size=chosen.batch_size,
         patience=chosen.patience,
         max_epochs=chosen.max_epochs,
@@ -184,8 +198,10 @@ def _digest(params: Params) -> str:
 
 
 @functools.cache
-def _adam(learning_rate: float) -> optax.GradientTransformation:
-    return optax.adam(learning_rate)
+def _pretraining(optimizer: str, learning_rate: float) -> optax.GradientTransformation:
+    if optimizer == "adam":
+        return optax.adam(learning_rate)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(learning_rate))
 
 
 @functools.cache
@@ -201,6 +217,7 @@ def run_points(
     kind: str,
     on_progress: Callable[[int, int], None] = lambda step, total: None,
     max_steps: int | None = None,
+    shared: bool = False,
 ) -> list[records.Record]:
     """Train settings with seeds in one compiled call, and return one result line for each.
 
@@ -214,6 +231,7 @@ def run_points(
         kind: `sweep` or `final`.
         on_progress: called with steps done and steps in all.
         max_steps: stop early, for tests of the machinery.
+        shared: other work runs on the same machine, so that seconds are no measure of cost.
     """
     begun = time.perf_counter()
     settings = points[0][0]
@@ -280,7 +298,7 @@ def run_points(
             "final": curves.last_of_run(number),
             "seconds": round(seconds / len(points), 2),
             "trained_together": len(points),
-            "made_by": made_by(),
+            "made_by": made_by(shared),
         }
         for number, (setting, seed) in enumerate(points)
     ]
@@ -343,10 +361,13 @@ def _number(value: Any) -> float | None:
 
 
 @functools.cache
-def made_by() -> records.Record:
+def made_by(shared: bool = False) -> records.Record:
     """Code, versions and machine."""
     root = Path(__file__).parents[2]
     patterns = ("mirrordp/**/*.py", "experiments/models.py", "experiments/deep/*.py")
     sources = sorted(path for pattern in patterns for path in root.glob(pattern))
     device = jax.devices()[0]
-    return records.provenance(PACKAGES, sources, f"{device.platform}, {device.device_kind}")
+    where = f"{device.platform}, {device.device_kind}"
+    if shared:
+        where += " shared with other runs"
+    return records.provenance(PACKAGES, sources, where)

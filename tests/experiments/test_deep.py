@@ -1,10 +1,13 @@
 """Settings, runs and sweeps of the paper's deep networks."""
 
+import concurrent.futures
 import dataclasses
 import doctest
 import functools
 import json
 import math
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +323,7 @@ def counted(monkeypatch):
     """`run_points` without training; returns the list of the points that were asked for."""
     asked = []
 
-    def fake(points, data, warm_starts, *, kind, on_progress, max_steps):
+    def fake(points, data, warm_starts, *, kind, on_progress, max_steps, shared):
         asked.append([(settings.name, settings.learning_rate, seed) for settings, seed in points])
         data = {"label": data.prepared.label, "num_private": len(data.private)}
         return [deep_lines.line(settings, seed, kind=kind, **data) for settings, seed in points]
@@ -558,3 +561,37 @@ def test_warm_starts_are_kept_in_files(tmp_path, monkeypatch):
     forgetful, _ = training.WarmStarts().get(base, data, 1)
     assert calls == [1, 2, 1]
     assert not np.array_equal(jax.tree.leaves(forgetful)[0], jax.tree.leaves(first)[0])
+
+
+def test_processes_that_share_a_folder_share_a_warm_start(tmp_path, monkeypatch):
+    """The second one waits for the first one's file instead of pre-training on its own."""
+    data = training.Loaded.of(datasets.synthetic("emnist", num_private=64, num_public=16))
+    base = load(CONFIGS / "emnist" / "warm-s1.89.toml")
+    calls = []
+    begun = threading.Event()
+
+    def pretrain(settings, data, cold, seed):
+        calls.append(seed)
+        begun.set()
+        time.sleep(0.5)
+        return jax.tree.map(lambda leaf: leaf + len(calls), cold), {"digest": str(len(calls))}
+
+    monkeypatch.setattr(training, "_warm_start", pretrain)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(training.WarmStarts(tmp_path).get, base, data, 1)
+        assert begun.wait(10)
+        second = pool.submit(training.WarmStarts(tmp_path).get, base, data, 1)
+    assert calls == [1]
+    assert first.result()[1] == second.result()[1]
+
+
+def test_the_optimizer_of_the_warm_start():
+    """SGD is another start than Adam; lines from before the choice existed are Adam's."""
+    base = load(CONFIGS / "emnist" / "warm-s1.89.toml")
+    assert "optimizer" not in base.identity()["warm_start"]
+    sgd = dataclasses.replace(
+        base, warm_start=dataclasses.replace(base.warm_start, optimizer="sgd")
+    )
+    assert sgd.identity()["warm_start"]["optimizer"] == "sgd"
+    with pytest.raises(SettingsError, match="adam, sgd"):
+        dataclasses.replace(base, warm_start=dataclasses.replace(base.warm_start, optimizer="lion"))
