@@ -131,7 +131,8 @@ def draw_training(
         Line2D([], [], color="#555555", ls=style, lw=width, label=label)
         for style, width, label in ITERATES.values()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    columns = len(handles) if there >= set(algorithms) else 3  # "no run yet" makes labels long
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
     what = title_of(next(iter(algorithms.values()))) + _epsilon(drawn)
     figure.suptitle(_title(what, drawn), fontweight="bold")
     return _save(figure, path)
