@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command")
     parser.add_argument("options", nargs=argparse.REMAINDER)
-    arguments = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        parser.print_help()
+        return 2
+    arguments = parser.parse_args(given)
     module, _ = COMMANDS[arguments.command]
     return importlib.import_module(module).main(arguments.options)
 

@@ -48,8 +48,8 @@ def read(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line, parse_constant=_refuse)
+        except ValueError as error:
             record = error
         if isinstance(record, dict):
             found.append(record)
@@ -60,6 +60,11 @@ def read(path: Path) -> list[Record]:
                 stacklevel=2,
             )
     return found
+
+
+def _refuse(constant: str) -> None:
+    # `append` never writes NaN or Infinity, and JSON does not have them.
+    raise ValueError(f"{constant} is not JSON")
 
 
 def provenance(packages: Iterable[str], sources: Iterable[Path], device: str) -> Record:

@@ -149,7 +149,7 @@ def fetch(
         folder = root / ".downloads"
         folder.mkdir(parents=True, exist_ok=True)
         archive = folder / f"{source.digest[:12]}-{source.url.rsplit('/', 1)[-1]}.part"
-        with _locked(archive.with_suffix(".lock")):
+        with locked(archive.with_suffix(".lock")):
             # Another process may have been faster while this one waited.
             if all((root / path).exists() for path in source.members.values()):
                 return
@@ -175,7 +175,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a lock that the operating system releases when the process ends, however it ends."""
     with open(path, "w") as file:
         if fcntl is not None:

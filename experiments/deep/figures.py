@@ -19,7 +19,7 @@ from experiments.deep import results
 from experiments.deep.results import Place
 from experiments.deep.settings import ALGORITHMS, Settings
 from experiments.deep.sweep import loss
-from experiments.deep.table import DATASETS, LABELS, title_of
+from experiments.deep.table import DATASETS, LABELS, order, title_of
 from experiments.records import Record
 from mirrordp.report import upwards
 
@@ -32,12 +32,13 @@ ITERATES = {
     "last": (":", 1.2, "last iterate"),
 }
 PARTS = ("validation", "test")
-# Rows of a figure: metric, algorithms, label. Cold DP-SGD's loss spans so much that the others need
-# a panel without it.
+# Rows of a figure: metric, algorithms, label. Cold DP-SGD's curves span so much that the others
+# need panels without it.
 ROWS = (
     ("loss", ALGORITHMS, "loss"),
     ("loss", ("warm", "pda"), "loss, without cold"),
     ("accuracy", ALGORITHMS, "accuracy, %"),
+    ("accuracy", ("warm", "pda"), "accuracy, %, without cold"),
 )
 
 
@@ -57,10 +58,14 @@ def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, n
     return np.array(steps), values.mean(axis=0), spread
 
 
-def chosen_sweep_line(lines: Sequence[Record], settings: Settings) -> list[Record]:
-    """The sweep's run at the settings of the file, as a list of one or none."""
+def chosen_sweep_line(
+    lines: Sequence[Record], settings: Settings, finals: Sequence[Record] = ()
+) -> list[Record]:
+    """The sweep's run at the settings of the file, on the data of its final runs; one or none."""
     identity = settings.identity()
-    return [line for line in lines if line["kind"] == "sweep" and line["settings"] == identity][:1]
+    labels = {line["data"]["label"] for line in finals}
+    found = [line for line in lines if line["kind"] == "sweep" and line["settings"] == identity]
+    return [line for line in found if not labels or line["data"]["label"] in labels][:1]
 
 
 def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
@@ -88,7 +93,7 @@ def draw_training(
     Returns:
         The path, or None where no line has anything to draw.
     """
-    figure = Figure(figsize=(10.5, 10.2), layout="constrained")
+    figure = Figure(figsize=(10.5, 13.2), layout="constrained")
     panels = figure.subplots(len(ROWS), len(PARTS), sharex=True)
     drawn: list[Record] = []
     for column, part in enumerate(PARTS):
@@ -98,7 +103,7 @@ def draw_training(
             own = _of_one_data_set(results.final_lines(lines, settings))
             kind = "final runs"
             if part == "validation" and not any("last_validation_loss" in r["curve"] for r in own):
-                own, kind = chosen_sweep_line(lines, settings), "run of the sweep"
+                own, kind = chosen_sweep_line(lines, settings, own), "run of the sweep"
             if any(f"last_{part}_loss" in line["curve"] for line in own):
                 drawn += own
                 kinds.setdefault(kind, set()).add(len(own))
@@ -262,10 +267,8 @@ def draw_all(
     drawn: list[tuple[str, Path | None]] = []
     groups: dict[tuple[str, str, str], dict[str, Settings]] = {}
     pairs: dict[str, list[tuple[Settings, Settings]]] = {}
-    for name, own in settings.items():
-        place = Place.of(name)
-        if place is None:
-            continue
+    placed = [(place, own) for name, own in settings.items() if (place := Place.of(name))]
+    for place, own in sorted(placed, key=lambda item: order(item[0])):
         if not place.variant:
             key = place.dataset, place.family, place.level
             groups.setdefault(key, {})[place.algorithm] = own

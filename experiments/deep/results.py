@@ -5,22 +5,36 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments import records
 from experiments.deep.settings import CONFIGS, Settings, files_of, line_id, load
 
 RESULTS = Path(__file__).parents[1] / "results" / "deep"
 
-# What a line must have for a table: its keys, and the keys of those.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "settings": ("dataset", "algorithm", "learning_rate"),
-    "data": ("label", "is_complete", "num_private"),
-    "privacy": ("epsilon_rdp", "epsilon_pld", "delta", "noise_multiplier", "num_steps"),
-    "curve": ("step",),
-    "final": (),
-    "made_by": ("machine",),
+# What a line must have for tables and figures: its keys and their types.
+_NUMBER = (int, float)
+_NEEDED: dict[str, Any] = {
+    "kind": str,
+    "config": str,
+    "seed": int,
+    "seconds": _NUMBER,
+    "settings": {"dataset": str, "algorithm": str, "learning_rate": _NUMBER},
+    "data": {"label": str, "is_complete": bool, "num_private": int, "not_covered": list},
+    "privacy": {
+        "epsilon_rdp": _NUMBER,
+        "epsilon_pld": _NUMBER,
+        "delta": _NUMBER,
+        "noise_multiplier": _NUMBER,
+        "num_steps": int,
+        "adjacency": str,
+        "unit": str,
+    },
+    "warm_start": {},
+    "curve": {"step": list},
+    "final": {},
+    "made_by": {"machine": {}, "packages": {}},
 }
-_NEEDED_PLAIN = ("kind", "config", "seed", "seconds")
 
 _NAME = re.compile(
     r"(?P<dataset>[^/]+)/(?P<family>.*?)-?(?P<algorithm>cold|warm|pda)"
@@ -83,8 +97,9 @@ def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], 
             missing = _missing(line)
             if missing:
                 problems.append(
-                    f"{path.name}: a line {str(line.get('id', 'without id'))!r} has no {missing}; "
-                    "it is skipped and its run counts as not done. Delete it to silence this."
+                    f"{path.name}: a line {str(line.get('id', 'without id'))!r} has no usable "
+                    f"{missing}; it is skipped and its run counts as not done. Delete it to "
+                    "silence this."
                 )
             else:
                 found.setdefault(line_id(line), line)
@@ -95,22 +110,40 @@ def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], 
 
 
 def _missing(line: records.Record) -> str:
-    """The first thing that a line lacks; empty where it has everything."""
-    for key in _NEEDED_PLAIN:
-        if key not in line:
+    """The first thing that a line lacks or has in another form; empty where all is well."""
+    return (
+        _misshaped(line, _NEEDED)
+        or next((f"final.{key}" for key, v in line["final"].items() if not _is_value(v)), "")
+        or next((f"curve.{key}" for key in line["curve"] if not _is_curve(line, key)), "")
+    )
+
+
+def _misshaped(values: dict[str, Any], needed: dict[str, Any]) -> str:
+    for key, kind in needed.items():
+        value = values.get(key)
+        if isinstance(kind, dict):
+            if not isinstance(value, dict):
+                return key
+            if below := _misshaped(value, kind):
+                return f"{key}.{below}"
+        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             return key
-    for key, below in _NEEDED.items():
-        if not isinstance(line.get(key), dict):
-            return key
-        for name in below:
-            if name not in line[key]:
-                return f"{key}.{name}"
     return ""
+
+
+def _is_value(value: Any) -> bool:
+    """A number, or null for one that is not finite."""
+    return value is None or (isinstance(value, _NUMBER) and not isinstance(value, bool))
+
+
+def _is_curve(line: records.Record, key: str) -> bool:
+    values, steps = line["curve"][key], line["curve"]["step"]
+    return isinstance(values, list) and len(values) == len(steps) and all(map(_is_value, values))
 
 
 def configurations(folder: Path = CONFIGS) -> dict[str, Settings]:
     """All settings files by name, without those that others extend."""
-    found = map(load, files_of(sorted(path for path in folder.iterdir() if path.is_dir())))
+    found = map(load, files_of([folder]))
     return {settings.name: settings for settings in found}
 
 

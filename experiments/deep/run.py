@@ -160,7 +160,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic", action="store_true", help="made-up data, to try the machinery"
     )
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help=f"folder of results ({results.RESULTS.relative_to(results.RESULTS.parents[2])}); "
+        "needed with --synthetic",
+    )
     parser.add_argument(
         "--max-seconds", type=float, help="begin no run that would not end in this time"
     )
@@ -182,6 +187,11 @@ def open_session(arguments: argparse.Namespace) -> Session:
     """A session from parsed options."""
     if arguments.max_steps is not None and not arguments.synthetic:
         raise SettingsError("--max-steps is for --synthetic data: a cut run is no result.")
+    if arguments.synthetic and arguments.results is None:
+        raise SettingsError(
+            "--synthetic needs --results FOLDER: made-up runs do not belong among the results."
+        )
+    folder = arguments.results or results.RESULTS
 
     def read(settings: Settings, holdout: int) -> datasets.Prepared:
         if arguments.synthetic:
@@ -203,12 +213,12 @@ def open_session(arguments: argparse.Namespace) -> Session:
     if arguments.max_seconds is not None:
         deadline = time.monotonic() + arguments.max_seconds
     return Session(
-        arguments.results,
+        folder,
         read,
         deadline,
         quiet=arguments.quiet,
         max_steps=arguments.max_steps,
-        warm_starts=arguments.warm_starts or arguments.results / "warm_starts",
+        warm_starts=arguments.warm_starts or folder / "warm_starts",
         shared=arguments.shared,
     )
 
@@ -235,9 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         configs = [load(path) for path in files_of(arguments.configs)]
+        if arguments.seeds:
+            configs = [dataclasses.replace(one, seeds=tuple(arguments.seeds)) for one in configs]
         session = open_session(arguments)
         for settings in configs:
-            seeds = arguments.seeds or settings.seeds
-            session.lines([(settings, seed) for seed in seeds], kind="final")
+            session.lines([(settings, seed) for seed in settings.seeds], kind="final")
 
     return guarded(work)

@@ -164,11 +164,14 @@ class Settings:
 
 
 def files_of(paths: Iterable[Path]) -> list[Path]:
-    """Settings files; a folder stands for all of its own but the one that they extend."""
+    """Settings files; a folder stands for all files below it but those that they extend."""
     found = []
     for path in paths:
         if path.is_dir():
-            found += sorted(file for file in path.glob("*.toml") if file.stem != BASE)
+            below = sorted(file for file in path.rglob("*.toml") if file.stem != BASE)
+            if not below:
+                raise SettingsError(f"the folder {path} holds no settings file (*.toml).")
+            found += below
         else:
             found.append(path)
     return found

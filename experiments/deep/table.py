@@ -49,14 +49,15 @@ class Found:
             and place.family == family
             and bool(place.variant) == variants
         ]
-        return sorted(found, key=lambda item: _order(item[0]))
+        return sorted(found, key=lambda item: order(item[0]))
 
     def final(self, settings: Settings) -> list[Record]:
         """The final runs of settings."""
         return results.final_lines(self.lines, settings)
 
 
-def _order(place: Place) -> tuple:
+def order(place: Place) -> tuple:
+    """Sorts by data set, family, noise (little first), algorithm and variant."""
     kind, value = place.level[0], float(place.level[1:])
     # Little noise first: a small σ, a large ε.
     noise = value if kind == "s" else -value
@@ -286,16 +287,19 @@ def title_of(settings: Settings) -> str:
 def _further(
     found: Found, chosen: Iterable[tuple[Place, Settings]], **columns: Callable[..., str]
 ) -> str:
-    """Rows of ours, without the paper's, with further columns before them."""
+    """Rows of ours with further columns before them, and what their ε means."""
     rows = []
+    used: list[Record] = []
     for _, settings in chosen:
         for lines in _by_data(found.final(settings)):
+            used += lines
             extra = [column(settings, lines) for column in columns.values()]
             rows.append(
                 [title_of(settings), LABELS[settings.algorithm], *extra, *_ours(lines, settings)]
             )
     heads = [name.replace("_", " ") for name in columns]
-    return markdown(["run", "algorithm", *heads, *OURS], rows)
+    text = markdown(["run", "algorithm", *heads, *OURS], rows)
+    return "\n\n".join([text, *_what_epsilon_means(used)])
 
 
 def calibrated(found: Found) -> str:
@@ -321,7 +325,7 @@ def reading_of_k(found: Found) -> str:
         and item[0].variant in ("", "steps")
         and f"{item[0].dataset}/pda-{item[0].level}-steps" in found.settings
     ]
-    chosen.sort(key=lambda item: _order(item[0]))
+    chosen.sort(key=lambda item: order(item[0]))
 
     def paper_cell(settings: Settings, lines: Sequence[Record]) -> str:
         return _cell(paper.CELLS.get((settings.dataset, settings.noise_multiplier or 0.0, "pda")))
@@ -344,7 +348,7 @@ def ablations(found: Found) -> str:
     variants = [item for item in found.places(variants=True) if item[0].variant != "steps"]
     bases = {dataclasses.replace(place, variant="") for place, _ in variants}
     chosen = [item for item in found.places() if item[0] in bases] + variants
-    chosen.sort(key=lambda item: _order(item[0]))
+    chosen.sort(key=lambda item: order(item[0]))
     own = {place: settings for place, settings in chosen}
 
     def what(settings: Settings, lines: Sequence[Record]) -> str:
@@ -401,6 +405,7 @@ def other_text(found: Found) -> str:
         "wikitext2",
     )
     rows = []
+    used: list[Record] = []
     for place, settings in found.places(family="other-text"):
         sigma = settings.noise_multiplier or 0.0
         setting = next(
@@ -413,12 +418,15 @@ def other_text(found: Found) -> str:
         left = [f"{sigma:g}", LABELS[place.algorithm], *epsilon, _cell(cell), quoted]
         for lines in _by_data(found.final(settings)):
             rows.append([*left, *_ours(lines, settings)])
+            used += lines
     heads = ["σ", "algorithm", *(["paper: ε"] if quote else []), "paper: loss",
              "Asi et al. (cold / LargeAux): loss", *OURS]  # fmt: skip
-    return (
+    about = (
         "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
-        "in a plot only.\n\n" + markdown(heads, rows)
+        "in a plot only. The vocabulary, and which public sequences are left out, are read from "
+        "private text without noise, as in the paper: **not covered by the guarantee**."
     )
+    return "\n\n".join([about, markdown(heads, rows), *_what_epsilon_means(used)])
 
 
 class _Untried(Exception):
@@ -446,9 +454,9 @@ class _Replay:
         return chosen
 
 
-def _state_of_sweep(found: Found, settings: Settings) -> str:
+def _state_of_sweep(lines: Sequence[Record], settings: Settings) -> str:
     try:
-        best = sweep_of(settings, _Replay(found.lines))
+        best = sweep_of(settings, _Replay(lines))
     except _Untried:
         return "not finished"
     wanted = ", ".join(f"{_symbol(key)} = {value:g}" for key, value in best.items())
@@ -476,7 +484,9 @@ def searched(found: Found) -> str:
                     _tried(line, settings)
                 )
             tried = "; ".join(f"η = {rate:g}: " + ", ".join(t) for rate, t in by_rate.items())
-            rows.append([f"`{name}`", tried, _state_of_sweep(found, settings), _data(group)])
+            label = group[0]["data"]["label"]
+            same_data = [line for line in found.lines if line["data"]["label"] == label]
+            rows.append([f"`{name}`", tried, _state_of_sweep(same_data, settings), _data(group)])
     text = (
         "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
         "(images: private examples held out; text: the official validation split); bold: what the "
@@ -510,7 +520,7 @@ def cost(found: Found) -> str:
         if settings.noise_multiplier is not None
         for line in found.final(settings)
     }
-    sorts: dict[tuple[str, str], list[float]] = {}
+    sorts: dict[tuple[str, str], list[Record]] = {}
     for line in found.lines:
         machine = line["made_by"]["machine"]
         where = f"{machine.get('device', 'unknown')}, {machine.get('cores', '?')} cores"
@@ -522,7 +532,7 @@ def cost(found: Found) -> str:
         else:
             names = [f"sweeps: {DATASETS.get(dataset, dataset)}"]
         for name in [*names, "everything"]:
-            sorts.setdefault((where, name), []).append(float(line["seconds"]))
+            sorts.setdefault((where, name), []).append(line)
     wanted = sum(
         len(settings.seeds)
         for _, settings in found.places()
@@ -538,12 +548,13 @@ def cost(found: Found) -> str:
         "everything",
     ]
     rank = {key: next(i for i, o in enumerate(order) if key[1].startswith(o)) for key in sorts}
-    rows = [
-        [where, name, f"{len(seconds)}", f"{statistics.median(seconds):.0f}", f"{sum(seconds):.0f}"]
-        for (where, name), seconds in sorted(
-            sorts.items(), key=lambda item: (item[0][0], rank[item[0]], item[0][1])
-        )
-    ]
+    rows = []
+    for where, name in sorted(sorts, key=lambda key: (key[0], rank[key], key[1])):
+        lines = sorts[where, name]
+        seconds = [line["seconds"] for line in lines]
+        labels = sorted({_data([line]) for line in lines})
+        numbers = [f"{len(lines)}", f"{statistics.median(seconds):.0f}", f"{sum(seconds):.0f}"]
+        rows.append([where, name, *numbers, "; ".join(labels)])
     packages = sorted(
         {
             f"{name} {version}"
@@ -555,7 +566,7 @@ def cost(found: Found) -> str:
     return (
         "Wall-clock seconds with compilation and warm start; runs that train together share theirs "
         f"equally. The whole Table 2 has {wanted} final runs.\n\n"
-        + markdown(["machine", "what", "runs", "median of a run, s", "in all, s"], rows)
+        + markdown(["machine", "what", "runs", "median of a run, s", "in all, s", "data"], rows)
         + ("\n\nMade with " + ", ".join(packages) + "." if packages else "")
     )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -18,7 +17,7 @@ import optax
 
 import mirrordp
 from experiments import records
-from experiments.datasets import Prepared
+from experiments.datasets import Prepared, download
 from experiments.deep import tasks
 from experiments.deep.settings import Settings, point_id
 from mirrordp import Accountant, Mechanism, PoissonSampling, PrivateData, PublicData
@@ -142,8 +141,7 @@ class WarmStarts:
             yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / f"{key}.lock", "w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with download.locked(self._folder / f"{key}.lock"):
             yield
 
     def _read(self, key: str, like: Params) -> tuple[Params, dict[str, Any]] | None:
@@ -274,7 +272,9 @@ def run_points(
     for states, infos in sweep:
         curves.add(infos[0].step, states.params, states.average)
         on_progress(infos[0].step, num_steps)
-    seconds = time.perf_counter() - begun
+    # A group may be filled up with repeated points, which are no runs of their own.
+    num_runs = len({(setting.learning_rate, setting.decay, seed) for setting, seed in points})
+    seconds = (time.perf_counter() - begun) / num_runs
     return [
         {
             "id": point_id(
@@ -289,14 +289,13 @@ def run_points(
                 "is_complete": data.prepared.is_complete,
                 "num_private": num_private,
                 "num_public": len(data.public),
-                "not_covered": data.prepared.facts.get("not_covered", []),
-                **_unknown_rate(data.prepared),
+                **_shown_facts(data.prepared),
             },
             "privacy": privacy(found, settings.delta),
             "warm_start": starts[number][1],
             "curve": curves.of_run(number),
             "final": curves.last_of_run(number),
-            "seconds": round(seconds / len(points), 2),
+            "seconds": round(seconds, 2),
             "trained_together": len(points),
             "made_by": made_by(shared),
         }
@@ -304,11 +303,15 @@ def run_points(
     ]
 
 
-def _unknown_rate(prepared: Prepared) -> dict[str, dict[str, float]]:
-    """Shares of unknown words in text; that of private text stays with the operator."""
+def _shown_facts(prepared: Prepared) -> dict[str, Any]:
+    """What is not covered, and unknown words in text; the private rate stays with the operator."""
+    notes = prepared.facts.get("not_covered", [])
     rates = prepared.facts.get("unknown_rate", {})
     shown = {part: rate for part, rate in rates.items() if part != "private"}
-    return {"unknown_rate": shown} if shown else {}
+    return {
+        "not_covered": [note for note in notes if not note.startswith("unknown_rate.private")],
+        **({"unknown_rate": shown} if shown else {}),
+    }
 
 
 def _common(settings: Settings) -> dict[str, Any]:
@@ -364,7 +367,12 @@ def _number(value: Any) -> float | None:
 def made_by(shared: bool = False) -> records.Record:
     """Code, versions and machine."""
     root = Path(__file__).parents[2]
-    patterns = ("mirrordp/**/*.py", "experiments/models.py", "experiments/deep/*.py")
+    patterns = (
+        "mirrordp/**/*.py",
+        "experiments/models.py",
+        "experiments/datasets/*.py",
+        "experiments/deep/*.py",
+    )
     sources = sorted(path for pattern in patterns for path in root.glob(pattern))
     device = jax.devices()[0]
     where = f"{device.platform}, {device.device_kind}"

@@ -186,6 +186,12 @@ def test_a_folder_stands_for_its_files():
     assert len(found) == 13
     # A file that is named is meant, even where it is no run.
     assert found[-1].stem == "base"
+    assert len(files_of([CONFIGS])) == len(NAMES)
+
+
+def test_a_folder_without_settings_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"holds no settings file \(\*.toml\)"):
+        files_of([tmp_path])
 
 
 def test_set_values_writes_numbers_in_place(tmp_path):
@@ -248,22 +254,84 @@ def lines_of_dataset(request):
     return dataset, lines
 
 
-def _linear_task():
-    """EMNIST's task with a linear network, which compiles sooner."""
+def _linear_task(num_inputs, num_classes, changed=None):
+    """An image task with a linear network, which compiles sooner."""
 
     def init(key):
-        return {"weights": 0.01 * jax.random.normal(key, (784, 47)), "bias": jnp.zeros(47)}
+        shape = (num_inputs, num_classes)
+        return {"weights": 0.01 * jax.random.normal(key, shape), "bias": jnp.zeros(num_classes)}
+
+    def augmented_loss(params, example, key):
+        image, label = example
+        return network.loss(params, (changed(image, key), label))
 
     network = models._classifier(init, _linear)
     metrics = functools.partial(tasks._image_metrics, network)
-    return tasks.Task(network, network.loss, metrics)
+    return tasks.Task(network, augmented_loss if changed else network.loss, metrics)
 
 
 def _linear(params, image):
     return image.reshape(-1) @ params["weights"] + params["bias"]
 
 
-LINEAR = _linear_task()
+def _bigram_task():
+    """WikiText-2's task with a network that knows one word of the past."""
+
+    def init(key):
+        return {"table": 0.1 * jax.random.normal(key, (8000, 2)), "out": jnp.ones((2, 8000))}
+
+    def predict(params, tokens):
+        return params["table"][tokens] @ params["out"]
+
+    network = models.lstm_language_model()._replace(init=init, predict=predict)
+    network = network._replace(
+        loss=lambda params, row: tasks._text_metrics(network, params, row)["loss"]
+    )
+    return tasks.Task(network, network.loss, functools.partial(tasks._text_metrics, network))
+
+
+LINEAR = _linear_task(784, 47)
+SMALL = {
+    "cifar10": _linear_task(32 * 32 * 3, 10, tasks.shift_and_mirror),
+    "emnist": _linear_task(784, 47, tasks.warp),
+    "wikitext2": _bigram_task(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_runs_three_steps(name, monkeypatch):
+    """With small networks, not compiled: what a file asks for is a run that begins and moves.
+
+    Networks and accountants have tests of their own, above.
+    """
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
+    monkeypatch.setattr(training, "privacy", lambda found, delta: {"num_steps": found.num_steps})
+    monkeypatch.setattr(
+        training, "_calibrated", lambda *_: training.mechanism(settings_of(NAME, batch_size=2), 24)
+    )
+    settings = load(CONFIGS / f"{name}.toml")
+    warm_start = dataclasses.replace(
+        settings.warm_start, max_epochs=1, batch_size=4, patience=1, refit=False
+    )
+    # K is as short as the run, so that α moves.
+    decay = None if settings.decay is None else 2.5 * (24 / 2) ** (settings.decay_unit == "steps")
+    settings = dataclasses.replace(
+        settings, batch_size=2, epochs=2.0, public_batch_size=2, warm_start=warm_start, decay=decay
+    )
+    data = training.Loaded.of(
+        datasets.synthetic(
+            settings.dataset, num_private=24, num_public=8, num_validation=4, num_test=4
+        )
+    )
+    with jax.disable_jit():
+        [found] = training.run_points(
+            [(settings, 1)], data, training.WarmStarts(), kind="final", max_steps=3
+        )
+    assert found["config"] == name
+    assert found["curve"]["step"] == [0, 1, 2, 3]
+    assert all(math.isfinite(value) for value in found["final"].values())
+    losses = found["curve"]["last_test_loss"]
+    assert len(set(losses)) == 4, losses
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +480,11 @@ def test_commands_say_in_one_line_what_is_wrong(tmp_path, counted, capsys):
     assert counted == [[(NAME, settings_of(NAME).learning_rate, 5)]]
     assert dispatcher.main(["run", config, "--results", str(tmp_path), "--max-steps", "3"]) == 2
     assert "a cut run is no result" in capsys.readouterr().err
+    assert dispatcher.main(["run", config, *options, "--seeds", "0"]) == 2
+    assert "another seed than the sweep" in capsys.readouterr().err
+    assert dispatcher.main(["run", config, "--synthetic"]) == 2
+    assert "--synthetic needs --results FOLDER" in capsys.readouterr().err
+    assert len(counted) == 1
     assert dispatcher.main(["sweep", str(tmp_path / "none.toml"), *options]) == 2
     assert "error: cannot read none.toml" in capsys.readouterr().err
 

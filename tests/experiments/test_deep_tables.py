@@ -1,6 +1,9 @@
 """Tables and figures of the deep networks, from made-up result lines."""
 
+import copy
 import dataclasses
+import functools
+import json
 import re
 
 import pytest
@@ -211,6 +214,8 @@ def test_other_text_stands_beside_asi_et_al():
     text = blocks(lines)["other-text"]
     [warm] = rows(text, "1.49", "warm DP-SGD")
     assert "paper: ε" not in text
+    assert "**not covered by the guarantee**" in text
+    assert f"- {SAMPLE}: vocabulary: read without noise" in text
     assert warm[2:4] == ["5.5141", "5.5254"]
     assert "5.0000" in warm
 
@@ -219,6 +224,7 @@ def test_calibrated_runs_have_their_own_sigma():
     lines = [line(settings_of("emnist/pda-e0.48"), **SAMPLED)]
     [row] = rows(blocks(lines)["calibrated"], "EMNIST, σ for ε = 0.48 (PLD)", "PDA-DPMD")
     assert row[2:4] == ["0.77", "7.531 / 6.421 (1e-6)"]
+    assert "zero-out adjacency, unit: example" in blocks(lines)["calibrated"]
 
 
 def sweep_lines(accuracies):
@@ -252,6 +258,14 @@ def test_what_was_searched():
     assert "`cifar10/cold-s20`" in blocks([])["searched"]
 
 
+def test_a_search_on_other_data_finishes_nothing():
+    lines = sweep_lines({0.1: 0.5, 0.2: 0.6})
+    other = sweep_lines({0.5: 0.4})
+    other[0]["data"] |= {"label": SAMPLE, "is_complete": False}
+    found = rows(blocks(lines + other)["searched"], "`cifar10/warm-s1.51`")
+    assert [row[2] for row in found] == ["not finished", "not finished"]
+
+
 def test_cost_is_by_machine():
     lines = cifar_lines() + sweep_lines({0.1: 0.5})
     lines += [line(settings_of("emnist/cold-e0.48"), **SAMPLED, device="cpu")]
@@ -260,11 +274,13 @@ def test_cost_is_by_machine():
         "8",
         "40",
         "320",
+        "complete",
     ]
     assert rows(text, "gpu, NVIDIA H200, 16 cores", "Table 2: all of it")[0][4] == "320"
     assert rows(text, "gpu, NVIDIA H200, 16 cores", "sweeps: CIFAR-10")[0][2] == "1"
     assert rows(text, "cpu, 16 cores", "other final runs: EMNIST")[0][2] == "1"
-    assert rows(text, "cpu, 16 cores", "everything")[0][2] == "1"
+    # Seconds on a sample are no seconds of the whole.
+    assert rows(text, "cpu, 16 cores", "everything")[0][2:] == ["1", "40", "40", f"**{SAMPLE}**"]
     assert "54 final runs" in text
 
 
@@ -293,11 +309,44 @@ def test_a_damaged_line_is_reported_and_the_others_are_shown(folder, capsys):
     assert dispatcher.main(["table", "--results", str(folder)]) == 0
     printed = capsys.readouterr()
     assert "warning: cifar10.jsonl, line 11: expected one JSON object" in printed.err
-    assert "has no privacy.epsilon_pld" in printed.err
+    assert "has no usable privacy.epsilon_pld" in printed.err
     tail = printed.out[printed.out.index("## Lines that no table shows") :]
     assert "- cifar10.jsonl, line 11" in tail
     assert rows(printed.out, "1.51", "cold DP-SGD")[0][9] == "3"
     assert rows(printed.out, "1.51", "warm DP-SGD")[0][9] == "2 of 3"
+
+
+def values_of(line, path=()):
+    """Every path below a line that leads to a value."""
+    for key, value in line.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from values_of(value, (*path, key))
+
+
+@pytest.mark.parametrize("damage", ["missing", None, "x", [1], float("nan"), {}], ids=str)
+def test_no_damage_to_a_value_of_a_line_is_fatal(tmp_path, damage):
+    whole = line(settings_of("cifar10/pda-s20"))
+    lines = []
+    for seed, path in enumerate(values_of(whole), start=10):
+        damaged = copy.deepcopy(whole) | {"seed": seed}
+        below = functools.reduce(dict.__getitem__, path[:-1], damaged)
+        if damage == "missing":
+            del below[path[-1]]
+        else:
+            below[path[-1]] = damage
+        lines.append(damaged)
+    text = "".join(json.dumps(one) + "\n" for one in [*lines, whole])
+    (tmp_path / "cifar10.jsonl").write_text(text)
+    found, problems = results.collect(tmp_path)
+    assert whole in found
+    assert problems
+    assert len(found) + len(problems) == len(lines) + 1
+    text = blocks(found, problems)
+    # All that is left of a line's numbers is numbers.
+    assert rows(text["table2"], "20", "PDA-DPMD")
+    for one in found:
+        assert figures.curve([one], "last_test_loss") is None or one["curve"]["step"]
 
 
 def test_the_readme_is_rewritten_between_its_markers(folder, tmp_path):
@@ -363,6 +412,15 @@ def test_titles_name_data_that_are_not_complete():
     settings = settings_of("emnist/pda-s1.89")
     assert figures._title("EMNIST", [line(settings)]) == "EMNIST"
     assert figures._title("EMNIST", [line(settings, **SAMPLED)]) == f"EMNIST\n{SAMPLE}"
+
+
+def test_the_validation_curve_is_of_the_same_data_as_the_final_runs():
+    settings = settings_of("emnist/pda-s1.89")
+    lines = [line(settings, 0, kind="sweep"), line(settings, 0, kind="sweep", **SAMPLED)]
+    finals = [line(settings, 1, **SAMPLED)]
+    assert figures.chosen_sweep_line(lines, settings, finals) == lines[1:]
+    assert figures.chosen_sweep_line(lines, settings) == lines[:1]
+    assert figures.chosen_sweep_line(lines[:1], settings, finals) == []
 
 
 def test_the_gain_is_against_warm_at_the_same_rate():
