@@ -98,6 +98,7 @@ def draw_training(
     drawn: list[Record] = []
     for column, part in enumerate(PARTS):
         kinds: dict[str, set[int]] = {}
+        shown_lines: dict[str, list[Record]] = {}
         for algorithm in (name for name in ALGORITHMS if name in algorithms):
             settings = algorithms[algorithm]
             own = _of_one_data_set(results.final_lines(lines, settings))
@@ -106,6 +107,7 @@ def draw_training(
                 own, kind = chosen_sweep_line(lines, settings, own), "run of the sweep"
             if any(f"last_{part}_loss" in line["curve"] for line in own):
                 drawn += own
+                shown_lines[algorithm] = own
                 kinds.setdefault(kind, set()).add(len(own))
             for row, (metric, shown, _) in enumerate(ROWS):
                 if algorithm in shown:
@@ -116,6 +118,7 @@ def draw_training(
                                          transform=panels[row, column].transAxes)  # fmt: skip
                 panels[row, column].set_yticks([])
         said = ", ".join(f"{kind}, {_seeds(counts)}" for kind, counts in sorted(kinds.items()))
+        said += _other_starts(shown_lines.get("warm", []), shown_lines.get("pda", []))
         panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)
     if not drawn:
         return None
@@ -141,6 +144,12 @@ def draw_training(
     what = title_of(next(iter(algorithms.values()))) + _epsilon(drawn)
     figure.suptitle(_title(what, drawn), fontweight="bold")
     return _save(figure, path)
+
+
+def _other_starts(warm: Sequence[Record], pda: Sequence[Record]) -> str:
+    """A warning where runs of one seed, drawn side by side, did not begin at the same point."""
+    pairs = [(one, two) for one in warm for two in pda if one["seed"] == two["seed"]]
+    return "" if all(results.same_start(*pair) for pair in pairs) else ", other warm starts"
 
 
 def _seeds(counts: set[int]) -> str:

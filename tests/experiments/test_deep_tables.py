@@ -423,6 +423,15 @@ def test_the_validation_curve_is_of_the_same_data_as_the_final_runs():
     assert figures.chosen_sweep_line(lines[:1], settings, finals) == []
 
 
+def test_curves_from_other_warm_starts_say_so():
+    warm, pda = (settings_of(f"cifar10/{name}-s1.51") for name in ("warm", "pda"))
+    same = [line(warm, seed) for seed in (1, 2)], [line(pda, seed) for seed in (1, 2)]
+    assert figures._other_starts(*same) == ""
+    assert figures._other_starts(same[0], [line(pda, 3, start=9.0)]) == ""
+    other = [line(pda, 1), line(pda, 2, start=9.0)]
+    assert figures._other_starts(same[0], other) == ", other warm starts"
+
+
 def test_the_gain_is_against_warm_at_the_same_rate():
     pda, warm = settings_of("cifar10/pda-s1.51"), settings_of("cifar10/warm-s1.51")
 
