@@ -474,6 +474,17 @@ def test_the_log_never_states_less_than_was_spent():
         logging.getLogger("flwr").removeHandler(handler)
 
 
+def test_the_operator_hears_of_a_round_without_replies(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    one_round(some)
+    assert "noise alone" not in caplog.text
+    server = strategy(public=PublicData(np.ones((1, 3), np.float32)), alpha=[0.0, 1.0, 1.0])
+    one_round(honest, server)  # asks nobody
+    assert "noise alone" not in caplog.text
+    one_round(lambda place, m: [], server, 2)
+    assert "[operator only, not covered by the guarantee] no reply came in time" in caplog.text
+
+
 def test_the_report_holds_epsilon_after_every_round():
     rounds = 11  # more than the points of other reports
     mech = mechanism(noise_multiplier=2.0, accountant=Accountant.RDP, num_steps=rounds)

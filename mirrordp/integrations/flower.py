@@ -560,6 +560,12 @@ class PrivateStrategy(Strategy):
             ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
             or "none asked for",
         )
+        if tickets and not counts["accepted"]:
+            _log.warning(
+                "%s no reply came in time and in order: this round's private part is noise alone. "
+                "See the logs of the nodes; where they are slow, give a longer round_timeout",
+                _OPERATOR,
+            )
         return total
 
     def _read(self, reply: Message) -> PyTree:
