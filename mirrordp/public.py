@@ -124,7 +124,8 @@ def warm_start(
         loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
         params: where to begin.
         public: the public rows.
-        optimizer: an optax optimiser; by default Adam with learning rate 1e-3.
+        optimizer: an optax optimiser; by default Adam with learning rate 1e-3. For recurrent
+            networks SGD with a clipped gradient left a start that DP-SGD could go on from.
         batch_size: rows of a mini-batch; None takes all at once.
         holdout_fraction: the share of the public rows that judges.
         holdout: public rows of your own that judge; all of `public` is then learned from, and

@@ -595,3 +595,11 @@ def test_the_optimizer_of_the_warm_start():
     assert sgd.identity()["warm_start"]["optimizer"] == "sgd"
     with pytest.raises(SettingsError, match="adam, sgd"):
         dataclasses.replace(base, warm_start=dataclasses.replace(base.warm_start, optimizer="lion"))
+
+
+def test_a_shared_machine_is_said_in_the_line():
+    """The table of costs must not mix seconds of runs that had the machine to themselves."""
+    alone, shared = training.made_by(), training.made_by(True)
+    assert "shared" not in alone["machine"]["device"]
+    assert shared["machine"]["device"] == alone["machine"]["device"] + " shared with other runs"
+    assert shared["source"] == alone["source"]
