@@ -429,6 +429,19 @@ class TestRound:
         weight = 0.25 if scale_noise else 1.0
         assert noise.std() == pytest.approx(weight * 2.0 * CLIP, rel=0.03)
 
+    def test_without_noise_the_place_of_the_weight_does_not_matter(self):
+        """α(g + b) and αg + b differ in b alone."""
+        before, after = (
+            sums(public=PUBLIC, alpha=0.25, scale_noise=scaled) for scaled in (True, False)
+        )
+        np.testing.assert_allclose(before, after, atol=1e-5)
+        assert np.abs(before - sums()).max() > 0.1
+
+    def test_every_round_has_noise_of_its_own(self):
+        replay = tools.Replay(base=mechanism().sampling, draws=NOBODY)
+        made = sums(mechanism=mechanism(sampling=replay, noise_multiplier=1.0))
+        assert len(np.unique(made)) == made.size
+
     def test_unprivatized_values_only_on_request(self):
         _, info = tools.last(run())
         assert info.unprivatized is None

@@ -1,11 +1,14 @@
 """The server's side of Flower runs, without processes: what replies can and cannot do."""
 
+import collections
 import dataclasses
 import importlib.util
 import json
 import logging
 import os
 import re
+import threading
+import time
 
 import pytest
 
@@ -95,6 +98,7 @@ class FakeGrid:
         names = []
         for message in messages:
             names.append(str(len(self.sent)))
+            message.metadata.__dict__["_message_id"] = names[-1]
             self.sent.append(message)
             self.replies[names[-1]] = self.answer(message)
         return names
@@ -355,24 +359,24 @@ class TestBudget:
     def test_a_run_that_does_not_fit_is_refused_before_anybody_is_asked(self, enrolled):
         _, budget = enrolled
         costly = mechanism(noise_multiplier=2.5)
-        late = strategy(mech=costly, budget=budget, seed=2)
+        late = strategy(mech=costly, round_timeout=0.01, budget=budget, seed=2)
         grid = FakeGrid()
-        strategy(mech=costly, budget=budget).run(grid)
+        strategy(mech=costly, round_timeout=0.01, budget=budget).run(grid)
         sent, position = len(grid.sent), budget.ledger.position
         # One round would fit, all of them do not.
         budget.admit(costly, num_steps=1)
         with pytest.raises(BudgetError, match="within the budget"):
-            strategy(mech=costly, budget=budget, seed=3)
+            strategy(mech=costly, round_timeout=0.01, budget=budget, seed=3)
         with pytest.raises(BudgetError, match="within the budget"):
             late.run(grid)
         assert (len(grid.sent), budget.ledger.position) == (sent, position)
-        strategy(mech=costly, budget=budget, seed=3, num_rounds=1).run(grid)
+        strategy(mech=costly, round_timeout=0.01, budget=budget, seed=3, num_rounds=1).run(grid)
 
     def test_report_states_the_run_and_the_budget(self, enrolled):
         _, budget = enrolled
         noisy = mechanism(noise_multiplier=5.0)
         for seed in (1, 2):
-            server = strategy(mech=noisy, budget=budget, seed=seed)
+            server = strategy(mech=noisy, round_timeout=0.01, budget=budget, seed=seed)
             server.run(FakeGrid())
             report = server.report()
             assert report.epsilon == server.spent().epsilon == noisy.epsilon(DELTA)
@@ -468,6 +472,17 @@ def test_the_log_never_states_less_than_was_spent():
             lines.clear()
     finally:
         logging.getLogger("flwr").removeHandler(handler)
+
+
+def test_the_operator_hears_of_a_round_without_replies(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    one_round(some)
+    assert "noise alone" not in caplog.text
+    server = strategy(public=PublicData(np.ones((1, 3), np.float32)), alpha=[0.0, 1.0, 1.0])
+    one_round(honest, server)  # asks nobody
+    assert "noise alone" not in caplog.text
+    one_round(lambda place, m: [], server, 2)
+    assert "[operator only, not covered by the guarantee] no reply came in time" in caplog.text
 
 
 def test_the_report_holds_epsilon_after_every_round():
@@ -700,9 +715,65 @@ def test_one_broken_reply_does_not_cost_the_others_theirs():
             return super().pull_messages(message_ids)
 
     app = client()
-    server = strategy(num_rounds=1)
+    server = strategy(num_rounds=1, round_timeout=1.0)
     server.run(Broken(lambda message: [app(message, CONTEXT)]))
     assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
+
+
+def junk(name=""):
+    """What a node may push that answers nobody; Flower hands it to whoever asks for replies."""
+    message = Message(RecordDict(), dst_node_id=1, message_type="train")
+    message.metadata.__dict__["_message_id"] = name
+    return message
+
+
+class Late(FakeGrid):
+    """Hands out the reply to message 2 at the third time of asking, and `first` at the first."""
+
+    def __init__(self, answer, first):
+        super().__init__(answer)
+        self.first, self.asked = first, 0
+
+    def pull_messages(self, message_ids):
+        if message_ids != ["2"]:
+            return super().pull_messages(message_ids)
+        self.asked += 1
+        if self.asked == 1:
+            return self.first()
+        return [] if self.asked == 2 else super().pull_messages(message_ids)
+
+
+def cannot_be_unpacked():
+    raise KeyError("no such object")
+
+
+@pytest.mark.parametrize(
+    ("first", "unsolicited"),
+    [(lambda: [junk(), junk()], 2), (cannot_be_unpacked, 0), (lambda: time.sleep(3) or [], 0)],
+    ids=["junk", "cannot be unpacked", "stalled"],
+)
+def test_nobody_can_take_anothers_reply_away(first, unsolicited):
+    app = client()
+    server = strategy(num_rounds=1)
+    server.run(Late(lambda message: [app(message, CONTEXT)], first))
+    counts = +server.unprivatized_replies
+    assert counts == +collections.Counter(accepted=USERS, unsolicited=unsolicited)
+
+
+def test_the_order_of_arrival_changes_no_bit():
+    rng = np.random.default_rng(0)
+    sizes = rng.normal(size=USERS) * 10.0 ** rng.integers(-4, 0, USERS)
+
+    def params(order):
+        server = strategy()
+        replies = [reply(m, delta(size)) for m, size in zip(ask(server), sizes, strict=True)]
+        server.aggregate_train(1, [replies[place] for place in order])
+        return wide(server.params)
+
+    expected = params(range(USERS))
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(USERS)
+        np.testing.assert_array_equal(params(order), expected)
 
 
 def test_stragglers_are_left_behind():
@@ -711,6 +782,67 @@ def test_stragglers_are_left_behind():
     grid = FakeGrid(lambda m: [] if m.metadata.dst_node_id == 903 else [app(m, CONTEXT)])
     server.run(grid)
     assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
+
+
+def test_a_reply_that_never_arrives_holds_nobody_up():
+    """Announced and not uploaded: Flower waits for it, for minutes, inside of `pull_messages`."""
+    let_go, over = threading.Event(), threading.Event()
+
+    class Stalling(FakeGrid):
+        def pull_messages(self, message_ids):
+            if message_ids == ["2"]:
+                let_go.wait(20)
+                over.set()
+            return super().pull_messages(message_ids)
+
+    app = client()
+    server = strategy(num_rounds=1, round_timeout=2.0)
+    server.run(Stalling(lambda message: [app(message, CONTEXT)]))
+    assert not over.is_set()
+    let_go.set()
+    assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
+
+
+def test_a_slow_reply_still_counts():
+    """While it is on its way, Flower says that there is none."""
+
+    class Slow(FakeGrid):
+        asked = 0
+
+        def pull_messages(self, message_ids):
+            if message_ids == ["2"]:
+                self.asked += 1
+                if self.asked > 1:
+                    return [Message(Error(3, "unavailable"), reply_to=self.sent[2])]
+                time.sleep(4 * flower._MOMENT)
+            return super().pull_messages(message_ids)
+
+    app = client()
+    server = strategy(num_rounds=1, round_timeout=30.0)
+    server.run(Slow(lambda message: [app(message, CONTEXT)]))
+    assert server.unprivatized_replies == {"accepted": USERS, "missing": 0}
+
+
+@pytest.mark.parametrize("where", ["train", "load", "result"])
+def test_what_an_exception_says_stays_on_the_node(where):
+    def fail(*args):
+        raise ValueError("could not read 'a secret of this user'")
+
+    def result(params, data):
+        return {"a secret of this user": params["w"]}
+
+    app = flower.client_app(
+        {"train": fail, "result": result}.get(where, lambda params, data: params),
+        fail if where == "load" else lambda context: None,
+        PARAMS,
+    )
+    server = strategy()
+    messages = ask(server)
+    answer = app(messages[0], CONTEXT)
+    assert answer.has_error()
+    assert "secret" not in answer.error.reason
+    server.aggregate_train(1, [answer])
+    assert server.unprivatized_replies == {"failed": 1, "missing": USERS - 1}
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,28 @@ class TestPrepare:
         }
         assert any("above 256" in line for line in made.facts["not_covered"])
 
+    def test_overflow_shares_no_sentence_with_private_rows(self, tmp_path):
+        """Every sentence is there once, so that a row says which sentence it is."""
+        codes = itertools.product(WORDS, repeat=4)
+        path = tmp_path / "unique.tsv"
+        path.write_text(
+            "".join(
+                f"user {number}\t{' '.join(next(codes))}\n"
+                for number in range(30)
+                for _ in range(700 if number < 12 else 3)
+            )
+        )
+        with pytest.warns(mirrordp.UnprotectedWarning):
+            made = data.prepare(path, overflow=True, num_public_users=5)
+        public, private = (
+            {tuple(row) for row in part.arrays.tolist()} for part in (made.public, made.private)
+        )
+        assert len(public) == 5 * 256
+        assert len(private) > 5 * 256
+        assert not public & private
+        # Nor is it test data: test users are set aside first, with all that they wrote.
+        assert not public & {tuple(row) for row in made.test.tolist()}
+
     def test_rows(self):
         vocabulary = {"cat": 4, "sat": 5}
         short, long = data.encode(["Cat sat flew", "cat " * 30], vocabulary)
@@ -135,6 +157,21 @@ class TestPrepare:
         assert short.tolist() == begin + [data.PAD] * 16
         assert long.tolist() == [data.BEGIN] + [4] * 20
         assert data.encode(["", " "], vocabulary).shape == (0, 21)
+
+    def test_published_sentences_are_split_at_spaces(self, users, tsv, tmp_path):
+        """As in TensorFlow Federated's pipeline: tokens with marks inside stay whole."""
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(tmp_path / "train.h5", "w") as file:
+            for user in users:
+                file.create_dataset(f"examples/{user}/tokens", data=[b"asp.net and c# , 3.5"])
+        made = data.prepare(tmp_path / "train.h5", num_public_users=5)
+        assert not made.facts["stand_in"]
+        assert made.facts["vocabulary_words"] == 5
+        # Begin, five tokens, end.
+        assert ((made.private.arrays != data.PAD).sum(axis=1) == 7).all()
+        assert data.words("asp.net") == ["asp", ".", "net"]
+        with pytest.raises(ValueError, match=r"got both: train\.h5, users\.tsv"):
+            data.prepare(tmp_path / "train.h5", test_data=tsv)
 
     def test_the_most_frequent_words(self):
         made = data.make_vocabulary([("a", ["x x y", "z y x"]), ("b", ["w"])], size=3)

@@ -32,17 +32,37 @@ NUM_PUBLIC_USERS = 100
 MAX_EVALUATION = 100_000
 
 User = tuple[str, list[str]]
+Splitter = Callable[[str], list[str]]
 
 _WORDS = re.compile(r"<code>|[\w']+|[^\w\s]")
 
 
 def words(sentence: str) -> list[str]:
-    """Lower-case words and punctuation marks; text that is tokenised already stays as it is.
+    """Lower-case words and punctuation marks of running text.
 
     >>> words("It's <code>, isn't it?")
     ["it's", '<code>', ',', "isn't", 'it', '?']
     """
     return _WORDS.findall(sentence.lower())
+
+
+PUBLISHED = (".h5", ".hdf5")
+
+
+def splitter(*paths: Path | None) -> Splitter:
+    """What makes words of the sentences of these files.
+
+    The published sentences are tokens with spaces between them ("asp.net", "c#"), and the paper's
+    pipeline takes them as they are.
+    """
+    published = {path.suffix in PUBLISHED for path in paths if path is not None}
+    if len(published) > 1:
+        raise ValueError(
+            f"expected either the published files ({', '.join(PUBLISHED)}) or others, got both: "
+            f"{', '.join(path.name for path in paths if path is not None)}. Their words are made "
+            "in different ways."
+        )
+    return str.split if published == {True} else words
 
 
 def read_hdf5(path: Path) -> Iterator[User]:
@@ -162,20 +182,24 @@ def cut(name: str, sentences: list[str], seed: int) -> tuple[list[str], list[str
     return [sentences[row] for row in kept], [sentences[row] for row in over]
 
 
-def make_vocabulary(users: Iterable[User], size: int = VOCABULARY_SIZE) -> dict[str, int]:
+def make_vocabulary(
+    users: Iterable[User], size: int = VOCABULARY_SIZE, split: Splitter = words
+) -> dict[str, int]:
     """The most frequent words and their numbers, which begin after the special tokens."""
     counts = collections.Counter(
-        word for _, sentences in users for sentence in sentences for word in words(sentence)
+        word for _, sentences in users for sentence in sentences for word in split(sentence)
     )
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return {word: NUM_SPECIAL + number for number, (word, _) in enumerate(ranked[:size])}
 
 
-def encode(sentences: Iterable[str], vocabulary: dict[str, int]) -> np.ndarray:
+def encode(
+    sentences: Iterable[str], vocabulary: dict[str, int], split: Splitter = words
+) -> np.ndarray:
     """Rows of 21 tokens."""
     rows = []
     for sentence in sentences:
-        tokens = [vocabulary.get(word, UNKNOWN) for word in words(sentence)[:SEQUENCE_LENGTH]]
+        tokens = [vocabulary.get(word, UNKNOWN) for word in split(sentence)[:SEQUENCE_LENGTH]]
         if not tokens:
             continue
         tokens = [BEGIN, *tokens, END][: SEQUENCE_LENGTH + 1]
@@ -238,6 +262,7 @@ def prepare(
     """
     if vocabulary_from not in ("public", "train"):
         raise ValueError(f"vocabulary_from must be 'public' or 'train', got {vocabulary_from!r}.")
+    split = splitter(data, test_data, public_data)
     not_covered = ["the choice of settings, by the loss of held-out private users"]
     kept, over = [], []
     for name, sentences in read(data):
@@ -285,18 +310,18 @@ def prepare(
     if vocabulary_from == "train":
         not_covered.append("the vocabulary, counted over private sentences")
     source = public if vocabulary_from == "public" else private
-    vocabulary = make_vocabulary(source, vocabulary_size)
+    vocabulary = make_vocabulary(source, vocabulary_size, split)
 
     def clients(kind, users):
         return kind.from_users(
-            [encode(sentences, vocabulary) for _, sentences in users],
+            [encode(sentences, vocabulary, split) for _, sentences in users],
             ids=[name for name, _ in users],
             max_examples_per_user=MAX_SENTENCES,
             seed=seed,
         )
 
     def rows(users):
-        made = np.concatenate([encode(sentences, vocabulary) for _, sentences in users])
+        made = np.concatenate([encode(sentences, vocabulary, split) for _, sentences in users])
         if len(made) <= MAX_EVALUATION:
             return made
         return made[np.random.default_rng(seed).choice(len(made), MAX_EVALUATION, replace=False)]
@@ -306,7 +331,7 @@ def prepare(
     targets = test_rows[:, 1:]
     facts = {
         "data": data.name,
-        "stand_in": data.suffix not in (".h5", ".hdf5"),
+        "stand_in": data.suffix not in PUBLISHED,
         "split_seed": seed,
         "private_users": len(private),
         "public_users": len(public),

@@ -19,7 +19,9 @@ import dataclasses
 import functools
 import io
 import logging
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -34,6 +36,7 @@ try:
         ArrayRecord,
         ConfigRecord,
         Context,
+        Error,
         Message,
         MessageType,
         MetricRecord,
@@ -75,6 +78,14 @@ TICKET, CLIP_NORM, ROUND = "ticket", "clip-norm", "server-round"
 
 # Bytes that a .npy header may add to the numbers themselves.
 _HEADER = 4096
+
+# Flower's code of an app that raised an exception.
+_FAILED = 2
+
+# Seconds after which a fetch goes on beside the next ones.
+_MOMENT = 0.5
+
+_OPERATOR = "[operator only, not covered by the guarantee]"
 
 # Flower's logger, by name: what it prints goes where Flower's own lines go.
 _log = logging.getLogger("flwr")
@@ -205,28 +216,61 @@ def exchange(
 ) -> list[Message]:
     """Sends messages and collects replies until all are there or `timeout` seconds have passed.
 
-    As `grid.send_and_receive`, except that messages travel one by one: there, a reply whose sender
-    lies about which message it answers, or that cannot be unpacked, costs others theirs.
+    As `grid.send_and_receive`, except that messages travel one by one. There, what one node sends
+    can cost others their replies: one that lies about which message it answers, that answers none,
+    that cannot be unpacked, or that is announced and never uploaded, which holds up the server for
+    minutes. Here a message is waited for until a reply that names it has arrived; only the node
+    that got it knows its name.
     """
-    waiting = [sent for message in messages for sent in grid.push_messages([message]) if sent]
-    replies: list[Message] = []
+    found: dict[str, list[Message]] = {
+        name: [] for message in messages for name in grid.push_messages([message]) if name
+    }
+    fetched: queue.SimpleQueue[tuple[str, list[Message]]] = queue.SimpleQueue()
+    in_flight: collections.Counter[str] = collections.Counter()
     deadline = time.monotonic() + timeout
-    while waiting and time.monotonic() < deadline:
-        still = []
-        for sent in waiting:
-            try:
-                found = list(grid.pull_messages([sent]))
-            except Exception as error:
-                # Whatever went wrong with one reply is that user's loss alone.
-                _log.warning("A reply could not be fetched (%s)", type(error).__name__)
-                continue
-            replies += found
-            if not found:
-                still.append(sent)
-        waiting = still
+
+    def fetch(name: str) -> None:
+        replies = []
+        try:
+            replies = list(grid.pull_messages([name]))
+        except Exception as error:
+            _log.warning("%s a reply could not be fetched (%s)", _OPERATOR, type(error).__name__)
+        fetched.put((name, replies))
+
+    def answers(name: str) -> list[Message]:
+        return [reply for reply in found[name] if reply.metadata.reply_to_message_id == name]
+
+    def is_settled(name: str) -> bool:
+        # SuperLink says once that there is a reply and from then on that there is none: that
+        # settles nothing as long as the reply itself may still be on its way.
+        own = answers(name)
+        return any(not reply.has_error() for reply in own) or bool(own and not in_flight[name])
+
+    waiting = list(found)
+    while waiting:
+        for name in waiting:
+            if not answers(name):
+                in_flight[name] += 1
+                # Daemons, because nothing can end a fetch that hangs: it is left behind.
+                worker = threading.Thread(target=fetch, args=(name,), daemon=True)
+                worker.start()
+                worker.join(min(_MOMENT, max(deadline - time.monotonic(), 0)))
+        while not fetched.empty():
+            name, replies = fetched.get()
+            in_flight[name] -= 1
+            found[name] += replies
+        waiting = [name for name in waiting if not is_settled(name)]
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
         if waiting:
-            time.sleep(poll_interval)
-    return replies
+            time.sleep(min(poll_interval, left))
+    # An error counts where nothing else came.
+    return [
+        reply
+        for own in found.values()
+        for reply in [reply for reply in own if not reply.has_error()] or own
+    ]
 
 
 class PrivateStrategy(Strategy):
@@ -511,10 +555,17 @@ class PrivateStrategy(Strategy):
         counts["missing"] = max(len(tickets) - len(answers) - counts["failed"], 0)
         self.unprivatized_replies.update(counts)
         _log.info(
-            "[operator only, not covered by the guarantee] replies: %s",
+            "%s replies: %s",
+            _OPERATOR,
             ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
             or "none asked for",
         )
+        if tickets and not counts["accepted"]:
+            _log.warning(
+                "%s no reply came in time and in order: this round's private part is noise alone. "
+                "See the logs of the nodes; where they are slow, give a longer round_timeout",
+                _OPERATOR,
+            )
         return total
 
     def _read(self, reply: Message) -> PyTree:
@@ -650,8 +701,9 @@ def client_app(
 
         Δ = θ − train(θ, load(context)),    reply clip(Δ, C)
 
-    Nothing else leaves the node: no loss, no number of rows. An exception in `train` or `load`
-    becomes a reply that says so; keep private values out of its text, which Flower logs.
+    Nothing else leaves the node: no loss, no number of rows. An exception in `train` or `load` is
+    logged on the node; the reply says that there was one, and not what it says, which may quote a
+    row.
 
     Args:
         train: `(params, data) -> params`; `local_sgd` makes one from a loss function.
@@ -665,13 +717,17 @@ def client_app(
     def answer(message: Message, context: Context) -> Message:
         config = message.content.config_records[CONFIG]
         params = from_arrays(message.content.array_records[ARRAYS], like)
-        trained = train(params, load(context))
-
-        clipped = _clipped_difference(
-            trainable_part(params, trainable),
-            trainable_part(trained, trainable),
-            cast(float, config[CLIP_NORM]),
-        )
+        try:
+            trained = train(params, load(context))
+            clipped = _clipped_difference(
+                trainable_part(params, trainable),
+                trainable_part(trained, trainable),
+                cast(float, config[CLIP_NORM]),
+            )
+        except Exception:
+            # Flower would send the exception's text to the server.
+            _log.exception("This user's training failed; the server is told no more than that")
+            return Message(Error(_FAILED, "training failed; see the node's log"), reply_to=message)
         content = {ARRAYS: to_arrays(clipped), CONFIG: ConfigRecord({TICKET: config[TICKET]})}
         return Message(RecordDict(content), reply_to=message)
 
