@@ -6,6 +6,8 @@ its own data: it belongs to these numbers and to no run of ours.
 
 from typing import NamedTuple
 
+from experiments.deep.settings import Settings
+
 
 class Setting(NamedTuple):
     """One column of Table 2 for one data set.
@@ -83,3 +85,22 @@ CELLS = {
 # public text (WikiText-103) as private.
 ASI_COLD = {3.0: 5.4819, 1.0: 5.6623}
 ASI_LARGE_AUX = {3.0: 5.4324, 1.0: 5.5254}
+
+
+def setting_of(settings: Settings) -> Setting | None:
+    """The paper's run of the same σ or, with other public text, of the same ε."""
+    wanted = settings.public_text == "other"
+    for found in SETTINGS:
+        ours = settings.target_epsilon if wanted else settings.noise_multiplier
+        theirs = found.epsilon if wanted else found.noise_multiplier
+        if (found.dataset, found.other_text, theirs) == (settings.dataset, wanted, ours):
+            return found
+    return None
+
+
+def cell_of(settings: Settings) -> Cell | None:
+    """The paper's numbers for settings, None where it has none."""
+    found = setting_of(settings)
+    if found is None:
+        return None
+    return CELLS.get((found.dataset, found.noise_multiplier, settings.algorithm))

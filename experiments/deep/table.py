@@ -224,10 +224,7 @@ def gains(found: Found) -> str:
 
 
 def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> list[list[str]]:
-    theirs = [
-        paper.CELLS.get((s.dataset, s.noise_multiplier or 0.0, s.algorithm))
-        for s in (worse, better)
-    ]
+    theirs = [paper.cell_of(settings) for settings in (worse, better)]
     quoted = NONE
     if family != "public-vocabulary" and theirs[0] and theirs[1]:
         quoted = f"{theirs[0].loss - theirs[1].loss:+.4f}"
@@ -328,7 +325,7 @@ def reading_of_k(found: Found) -> str:
     chosen.sort(key=lambda item: order(item[0]))
 
     def paper_cell(settings: Settings, lines: Sequence[Record]) -> str:
-        return _cell(paper.CELLS.get((settings.dataset, settings.noise_multiplier or 0.0, "pda")))
+        return _cell(paper.cell_of(settings))
 
     def last_alpha(settings: Settings, lines: Sequence[Record]) -> str:
         if not lines:
@@ -400,30 +397,29 @@ def public_vocabulary(found: Found) -> str:
 
 def other_text(found: Found) -> str:
     """WikiText-2 with other public text, beside the paper's and Asi et al.'s quoted values."""
-    quote = not _has_incomplete(
-        (line for line in found.lines if line["settings"].get("public_text") == "other"),
-        "wikitext2",
-    )
     rows = []
     used: list[Record] = []
     for place, settings in found.places(family="other-text"):
-        sigma = settings.noise_multiplier or 0.0
-        setting = next(
-            (s for s in paper.SETTINGS if s.other_text and s.noise_multiplier == sigma), None
-        )
-        cell = paper.CELLS.get(("wikitext2", sigma, place.algorithm))
+        setting = paper.setting_of(settings)
         asi = {"cold": paper.ASI_COLD, "warm": paper.ASI_LARGE_AUX}.get(place.algorithm)
         quoted = NONE if setting is None or asi is None else f"{asi[setting.epsilon]:.4f}"
-        epsilon = [NONE if setting is None else f"{setting.epsilon:g}"] if quote else []
-        left = [f"{sigma:g}", LABELS[place.algorithm], *epsilon, _cell(cell), quoted]
+        left = [f"{settings.target_epsilon:g}", LABELS[place.algorithm],
+                _cell(paper.cell_of(settings)), quoted]  # fmt: skip
         for lines in _by_data(found.final(settings)):
-            rows.append([*left, *_ours(lines, settings)])
+            rows.append([*left, _sigma(settings, lines), *_ours(lines, settings)])
             used += lines
-    heads = ["σ", "algorithm", *(["paper: ε"] if quote else []), "paper: loss",
-             "Asi et al. (cold / LargeAux): loss", *OURS]  # fmt: skip
+    heads = [
+        "ε",
+        "algorithm",
+        "paper: loss",
+        "Asi et al. (cold / LargeAux): loss",
+        "ours: σ",
+        *OURS,
+    ]
     about = (
         "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
-        "in a plot only. The vocabulary, and which public sequences are left out, are read from "
+        "in a plot only. All have the ε of the first column: theirs by RDP on their data, ours, on "
+        "the sequences we have, by PLD, from which our σ follows. The vocabulary, and which public sequences are left out, are read from "
         "private text without noise, as in the paper: **not covered by the guarantee**."
     )
     return "\n\n".join([about, markdown(heads, rows), *_what_epsilon_means(used)])

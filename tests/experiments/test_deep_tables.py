@@ -206,14 +206,13 @@ def test_the_public_vocabulary_has_its_unknown_rate_and_no_number_of_the_paper()
 
 def test_other_text_stands_beside_asi_et_al():
     text = blocks([])["other-text"]
-    [cold] = rows(text, "0.83", "cold DP-SGD")
-    assert cold[2:5] == ["3", "5.4030", "5.4819"]
-    [warm] = rows(text, "1.49", "warm DP-SGD")
-    assert warm[2:5] == ["1", "5.5141", "5.5254"]
-    lines = [line(settings_of("wikitext2/other-text-warm-s1.49"), loss=5.0, **SAMPLED)]
+    [cold] = rows(text, "3", "cold DP-SGD")
+    assert cold[2:4] == ["5.4030", "5.4819"]
+    [warm] = rows(text, "1", "warm DP-SGD")
+    assert warm[2:4] == ["5.5141", "5.5254"]
+    lines = [line(settings_of("wikitext2/other-text-warm-e1"), loss=5.0, **SAMPLED)]
     text = blocks(lines)["other-text"]
-    [warm] = rows(text, "1.49", "warm DP-SGD")
-    assert "paper: ε" not in text
+    [warm] = rows(text, "1", "warm DP-SGD")
     assert "**not covered by the guarantee**" in text
     assert f"- {SAMPLE}: vocabulary: read without noise" in text
     assert warm[2:4] == ["5.5141", "5.5254"]
