@@ -419,8 +419,9 @@ def other_text(found: Found) -> str:
     about = (
         "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
         "in a plot only. All have the ε of the first column: theirs by RDP on their data, ours, on "
-        "the sequences we have, by PLD, from which our σ follows. The vocabulary, and which public sequences are left out, are read from "
-        "private text without noise, as in the paper: **not covered by the guarantee**."
+        "the sequences we have, by PLD, from which our σ follows. The vocabulary, and which public "
+        "sequences are left out, are read from private text without noise, as in the paper: "
+        "**not covered by the guarantee**."
     )
     return "\n\n".join([about, markdown(heads, rows), *_what_epsilon_means(used)])
 
