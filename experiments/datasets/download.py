@@ -6,7 +6,6 @@ are unpacked, to places that are named here: paths inside an archive decide noth
 appears under its final name whole or not at all, and files that are already there stay as they are.
 """
 
-import contextlib
 import dataclasses
 import http.client
 import os
@@ -25,11 +24,7 @@ from typing import IO
 from tqdm import tqdm
 
 from experiments.datasets.prepared import DataError, has_digest
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes at once are not kept apart, only the checksum guards.
-    fcntl = None
+from experiments.locks import locked
 
 # Some hosts refuse the default name of urllib.
 USER_AGENT = "mirrordp-experiments/0.1"
@@ -172,15 +167,6 @@ def fetch(
 
 def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the operating system releases when the process ends, however it ends."""
-    with open(path, "w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _download(

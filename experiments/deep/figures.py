@@ -112,11 +112,11 @@ def draw_training(
             for row, (metric, shown, _) in enumerate(ROWS):
                 if algorithm in shown:
                     _draw_curves(panels[row, column], own, part, metric, algorithm)
-        if not kinds:
-            for row in range(len(ROWS)):
-                panels[row, column].text(0.5, 0.5, "no run yet", ha="center", va="center",
-                                         transform=panels[row, column].transAxes)  # fmt: skip
-                panels[row, column].set_yticks([])
+        for axes in panels[:, column]:
+            if not axes.lines:
+                axes.text(0.5, 0.5, "no run yet", ha="center", va="center",
+                          transform=axes.transAxes)  # fmt: skip
+                axes.set_yticks([])
         said = ", ".join(f"{kind}, {_seeds(counts)}" for kind, counts in sorted(kinds.items()))
         said += _other_starts(shown_lines.get("warm", []), shown_lines.get("pda", []))
         panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)

@@ -403,8 +403,8 @@ def other_text(found: Found) -> str:
         setting = paper.setting_of(settings)
         asi = {"cold": paper.ASI_COLD, "warm": paper.ASI_LARGE_AUX}.get(place.algorithm)
         quoted = NONE if setting is None or asi is None else f"{asi[setting.epsilon]:.4f}"
-        left = [f"{settings.target_epsilon:g}", LABELS[place.algorithm],
-                _cell(paper.cell_of(settings)), quoted]  # fmt: skip
+        epsilon = NONE if settings.target_epsilon is None else f"{settings.target_epsilon:g}"
+        left = [epsilon, LABELS[place.algorithm], _cell(paper.cell_of(settings)), quoted]
         for lines in _by_data(found.final(settings)):
             rows.append([*left, _sigma(settings, lines), *_ours(lines, settings)])
             used += lines

@@ -17,9 +17,10 @@ import optax
 
 import mirrordp
 from experiments import records
-from experiments.datasets import Prepared, download
+from experiments.datasets import Prepared
 from experiments.deep import tasks
 from experiments.deep.settings import Settings, point_id
+from experiments.locks import locked
 from mirrordp import Accountant, Mechanism, PoissonSampling, PrivateData, PublicData
 from mirrordp.sweeps import Run, train_sweep
 from mirrordp.types import Params
@@ -141,7 +142,7 @@ class WarmStarts:
             yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        with download.locked(self._folder / f"{key}.lock"):
+        with locked(self._folder / f"{key}.lock"):
             yield
 
     def _read(self, key: str, like: Params) -> tuple[Params, dict[str, Any]] | None:
