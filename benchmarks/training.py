@@ -3,7 +3,8 @@
 For each of the paper's networks: the parts of a step, each as a compiled program of its own; the
 whole step inside `mirrordp.train`, everything included, with and without a public gradient; and
 sweeps, in which several runs share one compiled call. Parts do not have to add up to the whole: the
-compiler overlaps and fuses them.
+compiler overlaps and fuses them. With `--whole-runs STEPS` sweeps are also timed from start to end,
+compilation included, which runs together share.
 """
 
 import argparse
@@ -33,7 +34,7 @@ STEPS = {"gpu": 400, "cpu": 12}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measured part: milliseconds per step."""
+    """One measured part: milliseconds per step, or of a whole run where the part says so."""
 
     network: str
     part: str
@@ -160,12 +161,42 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
     return rows
 
 
+def whole_runs(
+    network: str, batch_size: int, num_examples: int, num_steps: int, sweep_sizes: Sequence[int]
+) -> list[Row]:
+    """Sweeps from start to end, compilation included."""
+    net, arrays = problem(network, num_examples)
+    private, params = PrivateData(arrays), net.init(jax.random.key(1))
+    rows = []
+    for size in sweep_sizes:
+        jax.clear_caches()
+        start = time.perf_counter()
+        for state, _ in train_sweep(
+            net.loss,
+            params,
+            private,
+            runs=[Run(seed=i, hyperparams={"learning_rate": 0.1 + i}) for i in range(size)],
+            mechanism=mechanism(batch_size, num_examples, num_steps),
+            optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+            average=mirrordp.ExponentialAverage(0.999),
+            steps_per_call=max(1, num_steps // 20),
+        ):
+            jax.block_until_ready(state.params)
+        total = 1e3 * (time.perf_counter() - start)
+        rows.append(Row(network, f"{size} runs of {num_steps} steps, compilation included", total))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument(
         "--sweep-sizes", nargs="*", type=int, help="runs that train together (none: no sweeps)"
     )
+    parser.add_argument(
+        "--whole-runs", type=int, metavar="STEPS", help="also time whole sweeps of so many steps"
+    )
+    parser.add_argument("--examples", type=int, default=95851, help="of whole sweeps")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"
@@ -174,10 +205,13 @@ def main() -> None:
         batch_size, sizes = NETWORKS[network], arguments.sweep_sizes
         if sizes is None:
             sizes = SWEEP_SIZES[network]
-        for found in (
+        measured = [
             parts(network, batch_size, 5, 0.3 if device == "gpu" else 1.0),
             whole(network, batch_size, STEPS[device], sizes),
-        ):
+        ]
+        if (steps := arguments.whole_runs) is not None:
+            measured.append(whole_runs(network, batch_size, arguments.examples, steps, sizes))
+        for found in measured:
             rows += found
             for row in found:
                 print(f"{row.network}: {row.part} {row.milliseconds:.3f} ms", file=sys.stderr)

@@ -279,6 +279,9 @@ def _arrange(array: Array, first: int, groups, positions, entries) -> Array:
 def _conv_factors(site: Site, operand: Array, cotangent: Array) -> Factors:
     (weight,) = site.param_shapes
     params = site.params
+    # Without the barrier the compiler makes patches of the images as soon as these exist, in the
+    # forward pass, and keeps those of all layers until the cotangents come.
+    operand, cotangent = lax.optimization_barrier((operand, cotangent))
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     window = [weight.shape[i] for i in rhs_spec[2:]]
     groups = params["feature_group_count"]
