@@ -75,12 +75,12 @@ def file_of(folder: Path, config: str) -> Path:
 
 
 def by_id(folder: Path) -> dict[str, records.Record]:
-    """All result lines, the first one where a run was recorded twice."""
-    return {line_id(line): line for line in reversed(collect(folder, warn=True)[0])}
+    """All result lines by the run they belong to."""
+    return {line_id(line): line for line in collect(folder, warn=True)[0]}
 
 
 def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], list[str]]:
-    """All result lines, each run once, and what is wrong with the lines that were left out.
+    """All result lines, of each run the last one, and what is wrong with those that were left out.
 
     Args:
         folder: of the result files.
@@ -102,7 +102,7 @@ def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], 
                     "silence this."
                 )
             else:
-                found.setdefault(line_id(line), line)
+                found[line_id(line)] = line
     if warn:
         for problem in problems:
             warnings.warn(problem, stacklevel=2)

@@ -60,7 +60,11 @@ class Session:
         return self._loaded[key]
 
     def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[records.Record]:
-        """The result lines of points, computing those that are missing."""
+        """The result lines of points, computing those that are missing.
+
+        What a sweep compares begins at one point: where some of its lines are missing, those that
+        began at another warm start than the one at hand are made anew with them.
+        """
         data = self.data(points[0][0], kind)
         ids = [
             point_id(
@@ -73,6 +77,13 @@ class Session:
             for settings, seed in points
         ]
         there = results.by_id(self.folder)
+        if kind == "sweep" and not set(ids) <= set(there):
+            self._check_time(0.0)
+            for (settings, seed), name in zip(points, ids, strict=True):
+                if name in there:
+                    _, start = self._warm_starts.get(settings, data, seed)
+                    if not results.same_start(there[name], {"warm_start": start}):
+                        del there[name]
         todo = [point for point, name in zip(points, ids, strict=True) if name not in there]
         for group in _groups(todo):
             there |= {line["id"]: line for line in self._compute(group, data, kind)}
@@ -82,8 +93,7 @@ class Session:
         settings, seed = group[0]
         sort = (settings.dataset, settings.algorithm, len(group))
         expected = self._slowest.get(sort, 0.0)
-        if self.deadline is not None and time.monotonic() + expected > self.deadline:
-            raise OutOfTime
+        self._check_time(expected)
         what = f"{settings.name} η={settings.learning_rate:g}"
         if settings.decay is not None:
             what += f" K={settings.decay:g}"
@@ -110,6 +120,11 @@ class Session:
                 print(_summary(line), flush=True)
         self._slowest[sort] = max(expected, 1.1 * (time.monotonic() - begun))
         return lines
+
+    def _check_time(self, seconds: float) -> None:
+        """Raises where so many seconds are not left."""
+        if self.deadline is not None and time.monotonic() + seconds > self.deadline:
+            raise OutOfTime
 
     def _filled(self, group, kind: str):
         """A group of the size that the settings say, if the program for it is there already.

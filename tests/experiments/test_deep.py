@@ -427,6 +427,44 @@ def test_a_finished_run_is_skipped_and_a_cut_one_is_computed_again(tmp_path, cou
     assert len(counted) == 6
 
 
+def test_a_sweep_that_goes_on_compares_runs_from_one_start(tmp_path, monkeypatch):
+    """Another machine, another warm start: what was tried before is tried again from there."""
+    starts, computed = [{"digest": "here"}], []
+
+    def fake(points, data, warm_starts, *, kind, **_):
+        computed.append([(settings.decay, starts[0]["digest"]) for settings, _ in points])
+        facts = {"label": data.prepared.label, "num_private": len(data.private)}
+        made = [deep_lines.line(settings, seed, kind=kind, **facts) for settings, seed in points]
+        return [one | {"warm_start": starts[0]} for one in made]
+
+    class Starts:
+        def __init__(self, folder):
+            pass
+
+        def get(self, *_):
+            return None, starts[0]
+
+    monkeypatch.setattr(run, "run_points", fake)
+    monkeypatch.setattr(run, "WarmStarts", Starts)
+    settings = settings_of("emnist/pda-s1.89", together=1)
+    points = [(dataclasses.replace(settings, decay=decay), 0) for decay in (1.0, 2.0, 3.0)]
+    session(tmp_path).lines(points[:2], kind="sweep")
+    starts[0] = {"digest": "there"}
+    # Nothing is missing: what is there stays.
+    session(tmp_path).lines(points[:2], kind="sweep")
+    assert computed == [[(1.0, "here")], [(2.0, "here")]]
+    found = session(tmp_path).lines(points, kind="sweep")
+    assert computed[2:] == [[(1.0, "there")], [(2.0, "there")], [(3.0, "there")]]
+    assert [line["warm_start"]["digest"] for line in found] == ["there"] * 3
+    assert session(tmp_path).lines(points, kind="sweep") == found
+    assert len(computed) == 5
+    # Final runs are never made anew; tables say which pairs have one start.
+    session(tmp_path).lines(points[:2], kind="final")
+    starts[0] = {"digest": "elsewhere"}
+    session(tmp_path).lines(points, kind="final")
+    assert len(computed) == 8
+
+
 def test_how_a_number_is_spelled_makes_no_other_run():
     settings = settings_of("emnist/pda-s1.89", decay=200.0)
     spelled = settings_of("emnist/pda-s1.89", decay=200)
