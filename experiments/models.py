@@ -145,19 +145,34 @@ def lstm_language_model(vocabulary: int = 8000, width: int = 120, layers: int = 
             "out": _linear_init(keys[1], width, vocabulary),
         }
 
-    def predict(params: Params, tokens: jax.Array) -> jax.Array:
-        x = params["embedding"][tokens]
-        for cell in params["cells"]:
-            x = _lstm(cell, x)
-        return _dense(x, params["out"])
-
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
-        logits = predict(params, tokens[:-1])
-        targets = tokens[1:]
-        picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+        return _next_word_loss(_language_model(params, tokens[:-1]), tokens[1:])
 
-    return Network(init, predict, loss)
+    return Network(init, _language_model, loss)
+
+
+def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array, *, rate: float) -> jax.Array:
+    """The loss of `lstm_language_model` with dropout of what enters and leaves its LSTM layers."""
+    keys = jax.random.split(key, 1 + len(params["cells"]))
+
+    def dropped(x: jax.Array, layer: int) -> jax.Array:
+        kept = jax.random.bernoulli(keys[layer], 1 - rate, x.shape)
+        return jnp.where(kept, x / (1 - rate), 0.0)
+
+    return _next_word_loss(_language_model(params, tokens[:-1], dropped), tokens[1:])
+
+
+def _language_model(params: Params, tokens: jax.Array, changed=lambda x, layer: x) -> jax.Array:
+    """Logits of the word after each token; `changed` may alter what leaves each layer."""
+    x = changed(params["embedding"][tokens], 0)
+    for number, cell in enumerate(params["cells"]):
+        x = changed(_lstm(cell, x), 1 + number)
+    return _dense(x, params["out"])
+
+
+def _next_word_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
 
 
 def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from mirrordp import accounting, federated, ghost, mirror, schedules, theory
 from mirrordp._files import StorageError
 from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.averages import ExponentialAverage, UniformAverage
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import ClippedGrad, clipped_grad
@@ -31,8 +32,6 @@ from mirrordp.sampling import (
 from mirrordp.sweeps import Run, train_sweep
 from mirrordp.training import TrainInfo, TrainState, TrainStep, train
 from mirrordp.updates import (
-    ExponentialAverage,
-    UniformAverage,
     accelerated_mirror_descent,
     lazy_mirror_descent,
     linearized_lazy_mirror_descent,

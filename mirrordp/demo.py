@@ -22,6 +22,7 @@ import optax
 from tqdm import tqdm
 
 from mirrordp.accounting import Accountant
+from mirrordp.averages import UniformAverage
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
@@ -36,7 +37,6 @@ from mirrordp.report import (
 from mirrordp.sampling import PoissonSampling
 from mirrordp.training import train
 from mirrordp.types import AlphaSchedule, Batch, Params, PyTree
-from mirrordp.updates import UniformAverage
 
 TUNING = (
     "not charged: each method's learning rate was chosen on other generated rows. On real data the "

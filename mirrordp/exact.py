@@ -23,6 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from mirrordp import _validate, theory
 from mirrordp.accounting import Adjacency
+from mirrordp.averages import UniformAverage
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
@@ -32,7 +33,6 @@ from mirrordp.training import train
 from mirrordp.types import LossFn, Params
 from mirrordp.updates import (
     LearningRate,
-    UniformAverage,
     accelerated_mirror_descent,
     accelerated_result,
     mirror_descent,

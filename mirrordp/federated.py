@@ -33,6 +33,7 @@ from mirrordp import _fingerprint, _validate, accounting, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
+from mirrordp.averages import Average, ExponentialAverage, UniformAverage
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -71,7 +72,7 @@ from mirrordp.training import (
     shown_arrays,
 )
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
-from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
+from mirrordp.updates import mix_gradients
 
 # The norm of millions of float32 numbers is known to a few parts in a million; clipping to slightly
 # less than C keeps the bound true rather than nearly true.

@@ -15,6 +15,7 @@ import optax
 
 from mirrordp import _validate
 from mirrordp._convolutions import where_faster
+from mirrordp.averages import Average, ExponentialAverage, UniformAverage
 from mirrordp.clipping import frozen_mask, merge, thawed_mask, trainable_part, with_key
 from mirrordp.data import PublicData, require_public
 from mirrordp.types import Batch, LossFn, Params, PyTree
@@ -70,23 +71,34 @@ def _adam() -> optax.GradientTransformation:
     return optax.adam(1e-3)
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "optimizer", "mask"))
-def _epoch(loss_fn, optimizer, mask, params, opt_state, rows, key, train, holdout):
+class _Reached(NamedTuple):
+    """Where pre-training is: the last iterate, what is judged and returned, and how it goes on."""
+
+    params: Params
+    judged: Params
+    opt_state: optax.OptState
+    num_steps: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("loss_fn", "optimizer", "average", "mask"))
+def _epoch(loss_fn, optimizer, average, mask, reached, rows, key, train, holdout):
     """One pass over `train` in the order of `rows`, and the loss on `holdout` after it."""
     trainable = thawed_mask(mask)
     gradient = public_grad(loss_fn, trainable=trainable)
 
-    def step(carry, inputs):
-        params, opt_state = carry
+    def step(reached, inputs):
+        params, judged, opt_state, num_steps = reached
         batch_rows, batch_key = inputs
         batch = jax.tree.map(lambda leaf: leaf[batch_rows], train)
         loss, grad = gradient(params, batch, batch_key)
         part = trainable_part(params, trainable)
         updates, opt_state = optimizer.update(grad, opt_state, part)
-        return (merge(optax.apply_updates(part, updates), params), opt_state), loss
+        params, num_steps = merge(optax.apply_updates(part, updates), params), num_steps + 1
+        judged = params if average is None else average.update(judged, params, num_steps)
+        return _Reached(params, judged, opt_state, num_steps), loss
 
     keys = jax.random.split(key, rows.shape[0])
-    (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), (rows, keys))
+    reached, losses = jax.lax.scan(step, reached, (rows, keys))
     # A fixed key: epochs are compared under the same dropout or augmentation.
     keyed_loss = with_key(where_faster(loss_fn))
     judge_keys = jax.random.split(
@@ -94,9 +106,9 @@ def _epoch(loss_fn, optimizer, mask, params, opt_state, rows, key, train, holdou
     )
     # A part at a time: all rows of a language model at once take gigabytes.
     holdout_losses = jax.lax.map(
-        lambda judge: keyed_loss(params, *judge), (holdout, judge_keys), batch_size=512
+        lambda judge: keyed_loss(reached.judged, *judge), (holdout, judge_keys), batch_size=512
     )
-    return params, opt_state, jnp.mean(losses), jnp.mean(holdout_losses)
+    return reached, jnp.mean(losses), jnp.mean(holdout_losses)
 
 
 def warm_start(
@@ -111,6 +123,7 @@ def warm_start(
     patience: int = 10,
     max_epochs: int = 500,
     trainable: PyTree | None = None,
+    average: Average | None = None,
     refit: bool = False,
     seed: int = 0,
 ) -> WarmStart:
@@ -133,6 +146,8 @@ def warm_start(
         patience: stop after so many epochs without improvement.
         max_epochs: stop at the latest after so many; `converged` is then False.
         trainable: as in `mirrordp.clipped_grad`.
+        average: `ExponentialAverage(decay)` or `UniformAverage()` of the iterates, which is then
+            judged and returned instead of the last one. With a rate that stays large it ends lower.
         refit: begin again with all public rows, for as many epochs as were best.
         seed: decides holdout and order of rows.
 
@@ -152,6 +167,8 @@ def warm_start(
         public = PublicData(together)
     elif len(public) < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
+    if average is not None:
+        _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
     optimizer = optimizer or _adam()
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
@@ -167,15 +184,16 @@ def warm_start(
 
     def epochs(train, num_train, rng, key):
         """The parameters and losses after each epoch, without end."""
-        reached, opt_state = params, optimizer.init(trainable_part(params, trainable))
+        opt_state = optimizer.init(trainable_part(params, trainable))
+        reached = _Reached(params, params, opt_state, jnp.zeros([], jnp.int32))
         size = num_train if batch_size is None else min(batch_size, num_train)
         for number in itertools.count():
             rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
-            reached, opt_state, train_loss, holdout_loss = _epoch(
-                loss_fn, optimizer, mask, reached, opt_state, rows,
+            reached, train_loss, holdout_loss = _epoch(
+                loss_fn, optimizer, average, mask, reached, rows,
                 jax.random.fold_in(key, number), train, judges,
             )  # fmt: skip
-            yield reached, float(train_loss), float(holdout_loss)
+            yield reached.judged, float(train_loss), float(holdout_loss)
 
     best, best_loss, best_epoch, number = params, np.inf, 0, 0
     train_losses, holdout_losses = [], []

@@ -23,6 +23,7 @@ import optax
 from mirrordp import _validate
 from mirrordp._books import Books, check_books
 from mirrordp._convolutions import where_faster
+from mirrordp.averages import Average
 from mirrordp.budget import Budget
 from mirrordp.data import Overlap, PrivateData, PublicData
 from mirrordp.ledger import Ledger, ledger_for
@@ -37,7 +38,6 @@ from mirrordp.training import (
     whole_steps,
 )
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
-from mirrordp.updates import Average
 
 
 class Run(NamedTuple):

@@ -28,6 +28,7 @@ from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
+from mirrordp.averages import Average, ExponentialAverage, UniformAverage
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -55,7 +56,7 @@ from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
-from mirrordp.updates import Average, ExponentialAverage, UniformAverage, mix_gradients
+from mirrordp.updates import mix_gradients
 
 
 class TrainState(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mirrordp import PrivateData, PublicData, warm_start
+from mirrordp import ExponentialAverage, PrivateData, PublicData, UniformAverage, warm_start
 from mirrordp.public import public_grad
 from tests import statistical, tools
 
@@ -153,6 +153,39 @@ class TestWarmStart:
         np.testing.assert_array_equal(held.holdout_losses, again.holdout_losses)
         np.testing.assert_allclose(again.params, X.mean(axis=0), atol=0.1)
         assert np.linalg.norm(held.params - X.mean(axis=0)) > 0.1
+
+    @pytest.mark.parametrize("average", [ExponentialAverage(0.5), UniformAverage(start=2)])
+    @pytest.mark.parametrize("refit", [False, True])
+    def test_average_is_judged_and_returned(self, average, refit):
+        """A plain loop; the last iterate would be elsewhere."""
+        found = warm_start(
+            tools.squared_distance,
+            jnp.full(3, 5.0),
+            PublicData(X),
+            holdout=PublicData(X),
+            optimizer=optax.sgd(0.1),
+            batch_size=None,
+            max_epochs=6,
+            average=average,
+            refit=refit,
+        )
+
+        def mean_loss(theta):
+            return jnp.mean(jax.vmap(tools.squared_distance, (None, 0))(theta, X))
+
+        theta = averaged = jnp.full(3, 5.0)
+        losses = []
+        for step in range(1, 7):
+            theta = theta - 0.1 * jax.grad(mean_loss)(theta)
+            averaged = average.update(averaged, theta, step)
+            losses.append(mean_loss(averaged))
+        np.testing.assert_allclose(found.holdout_losses, losses, rtol=1e-5)
+        np.testing.assert_allclose(found.params, averaged, rtol=1e-5)
+        assert np.linalg.norm(averaged - theta) > 0.05
+
+    def test_average_of_another_kind_is_refused(self):
+        with pytest.raises(TypeError, match="average must be"):
+            warm_start(tools.squared_distance, jnp.zeros(3), PublicData(X), average=0.9)
 
     def test_private_data_is_a_type_error(self):
         with pytest.raises(TypeError, match="public must be PublicData, got PrivateData"):

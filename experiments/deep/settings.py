@@ -29,7 +29,8 @@ class SettingsError(ValueError):
 class WarmStartSettings:
     """Pre-training on public data; see `mirrordp.warm_start`.
 
-    `optimizer` is `adam`, or `sgd` with the gradient clipped to norm 1.
+    `optimizer` is `adam`, or `sgd` with the gradient clipped to norm 1. With `average_decay` an
+    exponential average of the iterates is taken, with 0 the last one.
     """
 
     optimizer: str = "adam"
@@ -37,13 +38,15 @@ class WarmStartSettings:
     batch_size: int = 64
     patience: int = 20
     max_epochs: int = 300
+    average_decay: float = 0.0
     refit: bool = True
 
     def identity(self) -> dict[str, Any]:
-        """The values that decide the start; Adam is not named, as in lines from before."""
+        """The values that decide the start; Adam and no average go without saying, as they did."""
         values = dataclasses.asdict(self)
-        if self.optimizer == "adam":
-            del values["optimizer"]
+        for name, usual in (("optimizer", "adam"), ("average_decay", 0.0)):
+            if values[name] == usual:
+                del values[name]
         return values
 
 
@@ -85,7 +88,8 @@ class Settings:
         noisy_clip_norm: clip of the released gradient; 0 for none.
         scale_noise: α(g + b) if true, αg + b if not.
         public_batch_size: public examples of a step of PDA-DPMD.
-        augment_public: random changes of public images (see `tasks`), in the warm start and in ∇Ψ.
+        augment_public: random changes of public images, or dropout on public text (see `tasks`), in
+            the warm start and in ∇Ψ.
         average_decay: decay of the exponential average that is evaluated beside the last iterate.
         holdout: private images that judge a sweep.
         vocabulary: of text, see `experiments.datasets.prepare`.
@@ -142,6 +146,10 @@ class Settings:
         check(
             self.warm_start.optimizer in OPTIMIZERS,
             f"[warm_start] optimizer must be one of {', '.join(OPTIMIZERS)}.",
+        )
+        check(
+            0 <= self.warm_start.average_decay < 1,
+            f"[warm_start] average_decay must be in [0, 1), got {self.warm_start.average_decay}.",
         )
         check(self.decay_unit in ("epochs", "steps"), "decay_unit must be epochs or steps.")
         check(bool(self.seeds), "seeds must name at least one seed.")

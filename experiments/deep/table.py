@@ -361,19 +361,26 @@ def ablations(found: Found) -> str:
 def _difference(base: Settings, other: Settings) -> str:
     """In words, where two settings differ apart from what was searched."""
     one, two = base.identity(), other.identity()
+    as_it_is = (
+        "no dropout on public text"
+        if other.dataset == "wikitext2"
+        else "public images not augmented"
+    )
     words = {
         ("scale_noise", False): "noise not scaled by α",
         ("noisy_clip_norm", 0.0): "no second clip",
-        ("augment_public", False): "public images not augmented",
-        ("augment_public", True): "public images augmented",
+        ("augment_public", False): as_it_is,
     }
     found = []
     for key, value in two.items():
         if key in ("learning_rate", "decay") or one.get(key) == value:
             continue
         if isinstance(value, dict):
-            inner = {k: v for k, v in value.items() if one.get(key, {}).get(k) != v}
+            before = one.get(key, {})
+            inner = {k: v for k, v in value.items() if before.get(k) != v}
             found += [f"{key}.{k} = {v}" for k, v in inner.items()]
+            if before.get("average_decay") and "average_decay" not in value:
+                found.append("no average in the warm start")
         else:
             found.append(words.get((key, value), f"{key} = {value}"))
     return ", ".join(found) or "nothing"

@@ -11,13 +11,17 @@ from experiments import models
 from experiments.models import Network
 from mirrordp.types import LossFn, Params
 
+DROPOUT = 0.3
+"""Of the language model, on public text only."""
+
 
 class Task(NamedTuple):
     """A network with its private loss, its loss on augmented public examples, and its metrics.
 
     Attributes:
         network: how to begin, predict, and the loss on one example.
-        augmented_loss: the loss with a random key, for public examples.
+        augmented_loss: the loss with a random key, for public examples: images are changed, on text
+            the network is (dropout).
         metrics: `(params, example) -> {name: value}`, averaged over examples.
     """
 
@@ -31,7 +35,11 @@ def task(dataset: str) -> Task:
     """The task of a data set; the same object each time, so that nothing compiles twice."""
     if dataset == "wikitext2":
         network = models.lstm_language_model()
-        return Task(network, network.loss, functools.partial(_text_metrics, network))
+
+        def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array) -> jax.Array:
+            return models.dropout_loss(params, tokens, key, rate=DROPOUT)
+
+        return Task(network, dropout_loss, functools.partial(_text_metrics, network))
     network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
     changed = shift_and_mirror if dataset == "cifar10" else warp
 

@@ -175,6 +175,7 @@ def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
         batch_size=chosen.batch_size,
         patience=chosen.patience,
         max_epochs=chosen.max_epochs,
+        average=mirrordp.ExponentialAverage(chosen.average_decay) if chosen.average_decay else None,
         refit=chosen.refit,
         seed=seed,
     )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mirrordp
 from experiments import __main__ as dispatcher
 from experiments import datasets, models
 from experiments.deep import paper, results, run, sweep, tasks, training
@@ -704,8 +705,34 @@ def test_the_optimizer_of_the_warm_start():
         base, warm_start=dataclasses.replace(base.warm_start, optimizer="sgd")
     )
     assert sgd.identity()["warm_start"]["optimizer"] == "sgd"
+    averaged = dataclasses.replace(base.warm_start, average_decay=0.9)
+    averaged = dataclasses.replace(base, warm_start=averaged)
+    assert "average_decay" not in base.identity()["warm_start"]
+    assert averaged.identity()["warm_start"]["average_decay"] == 0.9
+    with pytest.raises(SettingsError, match="average_decay must be in"):
+        dataclasses.replace(
+            base, warm_start=dataclasses.replace(base.warm_start, average_decay=1.0)
+        )
     with pytest.raises(SettingsError, match="adam, sgd"):
         dataclasses.replace(base, warm_start=dataclasses.replace(base.warm_start, optimizer="lion"))
+
+
+@pytest.mark.parametrize(
+    ("decay", "average"), [(0.0, None), (0.9, mirrordp.ExponentialAverage(0.9))]
+)
+def test_the_warm_start_is_averaged_as_the_settings_say(decay, average, monkeypatch):
+    asked = {}
+
+    def fake(loss_fn, params, public, **options):
+        asked.update(options)
+        return mirrordp.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
+
+    monkeypatch.setattr(mirrordp, "warm_start", fake)
+    data = training.Loaded.of(datasets.synthetic("emnist", num_private=64, num_public=16))
+    base = load(CONFIGS / "emnist" / "warm-s1.89.toml")
+    chosen = dataclasses.replace(base.warm_start, average_decay=decay)
+    training.WarmStarts().get(dataclasses.replace(base, warm_start=chosen), data, 0)
+    assert asked["average"] == average
 
 
 def test_a_shared_machine_is_said_in_the_line():

@@ -186,6 +186,9 @@ def test_further_tables_show_what_differs():
         "no second clip": "1.3000 ± 0.0000",
         "public images not augmented": "1.4000 ± 0.0000",
     }
+    text = [line(settings_of("wikitext2/pda-s0.5-plain"), **SAMPLED)]
+    what = "no dropout on public text, no average in the warm start"
+    assert what in blocks(text)["ablations"]
 
 
 def test_the_public_vocabulary_has_its_unknown_rate_and_no_number_of_the_paper():

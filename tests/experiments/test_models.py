@@ -56,3 +56,27 @@ def test_changes_of_public_images(change):
         assert np.all(np.abs(middles - 13.5) < 4.6)
         assert middles.std() > 0.5
     np.testing.assert_allclose(change(jnp.ones((28, 28, 3)), jax.random.key(1)), 1.0, rtol=1e-5)
+
+
+def test_dropout_masks_what_enters_and_leaves_the_lstm():
+    network = models.lstm_language_model(vocabulary=20, width=16, layers=2)
+    params = jax.tree.map(lambda leaf: 3 * leaf, network.init(jax.random.key(0)))
+    tokens, key = jnp.arange(8) % 5, jax.random.key(1)
+
+    def loss(params, tokens, key, rate):
+        masks = [
+            jax.random.bernoulli(one, 1 - rate, (7, 16)) / (1 - rate)
+            for one in jax.random.split(key, 3)
+        ]
+        x = params["embedding"][tokens[:-1]] * masks[0]
+        for cell, mask in zip(params["cells"], masks[1:], strict=True):
+            x = models._lstm(cell, x) * mask
+        logits = x @ params["out"]["kernel"] + params["out"]["bias"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(7), tokens[1:]])
+
+    for rate in (0.0, 0.3):
+        found = models.dropout_loss(params, tokens, key, rate=rate)
+        np.testing.assert_allclose(found, loss(params, tokens, key, rate), rtol=1e-5)
+    plain = network.loss(params, tokens)
+    np.testing.assert_allclose(models.dropout_loss(params, tokens, key, rate=0.0), plain, rtol=1e-6)
+    assert abs(found - plain) > 1e-3
