@@ -11,7 +11,7 @@ from experiments import models
 from experiments.models import Network
 from mirrordp.types import LossFn, Params
 
-DROPOUT = 0.3
+DROPOUT = 0.5
 """Of the language model, on public text only."""
 
 
