@@ -1116,7 +1116,8 @@ def warm_start_clients(
         public: the public users.
         holdout_fraction: the share of the users that judges.
         seed: decides holdout and order of rows.
-        **options: `optimizer`, `batch_size`, `patience`, `max_epochs`, `trainable`, as there.
+        **options: `optimizer`, `batch_size`, `patience`, `max_epochs`, `trainable`, `average` and
+            `holdout_loss_fn`, as there.
     """
     _validate.instance_of(PublicClients, public=public)
     _validate.open_unit_interval(holdout_fraction=holdout_fraction)

@@ -80,8 +80,12 @@ class _Reached(NamedTuple):
     num_steps: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "optimizer", "average", "mask"))
-def _epoch(loss_fn, optimizer, average, mask, reached, rows, key, train, holdout):
+@functools.partial(
+    jax.jit, static_argnames=("loss_fn", "holdout_loss_fn", "optimizer", "average", "mask")
+)
+def _epoch(
+    loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, key, train, holdout
+):  # fmt: skip
     """One pass over `train` in the order of `rows`, and the loss on `holdout` after it."""
     trainable = thawed_mask(mask)
     gradient = public_grad(loss_fn, trainable=trainable)
@@ -100,7 +104,7 @@ def _epoch(loss_fn, optimizer, average, mask, reached, rows, key, train, holdout
     keys = jax.random.split(key, rows.shape[0])
     reached, losses = jax.lax.scan(step, reached, (rows, keys))
     # A fixed key: epochs are compared under the same dropout or augmentation.
-    keyed_loss = with_key(where_faster(loss_fn))
+    keyed_loss = with_key(where_faster(holdout_loss_fn))
     judge_keys = jax.random.split(
         jax.random.split(jax.random.key(0))[1], jax.tree.leaves(holdout)[0].shape[0]
     )
@@ -120,6 +124,7 @@ def warm_start(
     batch_size: int | None = 32,
     holdout_fraction: float = 0.2,
     holdout: PublicData | None = None,
+    holdout_loss_fn: LossFn | None = None,
     patience: int = 10,
     max_epochs: int = 500,
     trainable: PyTree | None = None,
@@ -143,6 +148,8 @@ def warm_start(
         holdout_fraction: the share of the public rows that judges.
         holdout: public rows of your own that judge; all of `public` is then learned from, and
             `refit` adds them to it.
+        holdout_loss_fn: what judges, of the same form as `loss_fn` and by default the same. Give
+            the loss without dropout where `loss_fn` has dropout.
         patience: stop after so many epochs without improvement.
         max_epochs: stop at the latest after so many; `converged` is then False.
         trainable: as in `mirrordp.clipped_grad`.
@@ -190,7 +197,7 @@ def warm_start(
         for number in itertools.count():
             rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
             reached, train_loss, holdout_loss = _epoch(
-                loss_fn, optimizer, average, mask, reached, rows,
+                loss_fn, holdout_loss_fn or loss_fn, optimizer, average, mask, reached, rows,
                 jax.random.fold_in(key, number), train, judges,
             )  # fmt: skip
             yield reached.judged, float(train_loss), float(holdout_loss)

@@ -183,6 +183,23 @@ class TestWarmStart:
         np.testing.assert_allclose(found.params, averaged, rtol=1e-5)
         assert np.linalg.norm(averaged - theta) > 0.05
 
+    def test_the_holdout_has_a_loss_of_its_own(self):
+        """Rows are learned as they are, and judged by the distance to 2: there it stops."""
+        found = warm_start(
+            tools.squared_distance,
+            jnp.full(3, 5.0),
+            PublicData(np.zeros((20, 3), np.float32)),
+            holdout_loss_fn=lambda theta, x: jnp.sum((theta - 2.0) ** 2),
+            optimizer=optax.sgd(0.1),
+            batch_size=None,
+            patience=3,
+        )
+        iterates = 5 * 0.9 ** np.arange(1, found.num_epochs + 1)
+        np.testing.assert_allclose(found.holdout_losses, 3 * (iterates - 2) ** 2, rtol=1e-4)
+        np.testing.assert_allclose(found.params, iterates[np.argmin(abs(iterates - 2))], rtol=1e-4)
+        assert found.converged
+        assert found.num_epochs < 20
+
     def test_average_of_another_kind_is_refused(self):
         with pytest.raises(TypeError, match="average must be"):
             warm_start(tools.squared_distance, jnp.zeros(3), PublicData(X), average=0.9)

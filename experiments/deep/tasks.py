@@ -23,11 +23,14 @@ class Task(NamedTuple):
         augmented_loss: the loss with a random key, for public examples: images are changed, on text
             the network is (dropout).
         metrics: `(params, example) -> {name: value}`, averaged over examples.
+        judging_loss: the loss on held-out public examples, if augmented ones are learned from:
+            without dropout, but with changed images.
     """
 
     network: Network
     augmented_loss: LossFn
     metrics: Any
+    judging_loss: LossFn
 
 
 @functools.cache
@@ -39,7 +42,8 @@ def task(dataset: str) -> Task:
         def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array) -> jax.Array:
             return models.dropout_loss(params, tokens, key, rate=DROPOUT)
 
-        return Task(network, dropout_loss, functools.partial(_text_metrics, network))
+        metrics = functools.partial(_text_metrics, network)
+        return Task(network, dropout_loss, metrics, network.loss)
     network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
     changed = shift_and_mirror if dataset == "cifar10" else warp
 
@@ -47,7 +51,8 @@ def task(dataset: str) -> Task:
         image, label = example
         return network.loss(params, (changed(image, key), label))
 
-    return Task(network, augmented_loss, functools.partial(_image_metrics, network))
+    metrics = functools.partial(_image_metrics, network)
+    return Task(network, augmented_loss, metrics, augmented_loss)
 
 
 def shift_and_mirror(image: jax.Array, key: jax.Array, *, margin: int = 4) -> jax.Array:

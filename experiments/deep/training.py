@@ -171,6 +171,7 @@ def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
         task.augmented_loss if settings.augment_public else task.network.loss,
         cold,
         data.public,
+        holdout_loss_fn=task.judging_loss if settings.augment_public else None,
         optimizer=_pretraining(chosen.optimizer, chosen.learning_rate),
         batch_size=chosen.batch_size,
         patience=chosen.patience,

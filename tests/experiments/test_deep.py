@@ -268,7 +268,8 @@ def _linear_task(num_inputs, num_classes, changed=None):
 
     network = models._classifier(init, _linear)
     metrics = functools.partial(tasks._image_metrics, network)
-    return tasks.Task(network, augmented_loss if changed else network.loss, metrics)
+    loss = augmented_loss if changed else network.loss
+    return tasks.Task(network, loss, metrics, loss)
 
 
 def _linear(params, image):
@@ -288,7 +289,8 @@ def _bigram_task():
     network = network._replace(
         loss=lambda params, row: tasks._text_metrics(network, params, row)["loss"]
     )
-    return tasks.Task(network, network.loss, functools.partial(tasks._text_metrics, network))
+    metrics = functools.partial(tasks._text_metrics, network)
+    return tasks.Task(network, network.loss, metrics, network.loss)
 
 
 LINEAR = _linear_task(784, 47)
