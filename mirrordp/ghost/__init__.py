@@ -317,8 +317,9 @@ def _clipped_sum(
     underflows = []
     for uses in plan.gram.values():
         oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
-        margin = max(_sum_roundoff(sites[number]) for number, _ in uses)
-        squared, underflow = _factors.gram(oriented, margin=margin)
+        squared, underflow = _factors.gram(
+            oriented, roundoff=_sum_roundoff([sites[number] for number, _ in uses])
+        )
         norms_squared.append(squared)
         underflows.append(underflow)
     dtype = jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in split.leaves))
@@ -427,18 +428,31 @@ def _float32_or_wider(array: Any) -> Any:
     return jnp.promote_types(array.dtype, jnp.float32)
 
 
-def _sum_roundoff(site: Site) -> float:
-    """Rounding of Σ_t L_t ⊗ R_t as `_factors.weighted_sum` computes it, in units of the spread.
+def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:
+    """Rounding of Σ_t L_t ⊗ R_t as `_factors.weighted_sum` computes it, for the uses of a weight.
 
-    Each product of a matrix unit that rounds its inputs (TF32 keeps 11 bits) errs by at most
-    2·2⁻¹¹; accumulation over T positions in float32 by T·2⁻²⁴ at worst and about sqrt(T)·2⁻²⁴ in
-    practice, of which four times is taken.
+    With u the unit roundoff (twice that where matrix units truncate), n products of rounded factors
+    that are added in any order err by less than (n + 2)·u of the sum of their sizes, to first
+    order; the one more below covers the rest. A matrix unit that shortens its inputs (TF32 keeps 11
+    bits) adds 2·2⁻¹¹.
+
+    What other examples feel of one is how its terms change the rounding of theirs: at most n·u·κC.
+    κ makes that C/1000, except for long sequences, whose positions would be clipped for nothing: T
+    positions without a common direction have a spread of √T times their norm, and four times that
+    is always allowed.
     """
-    positions = _factors.sizes(site).positions
-    if jnp.promote_types(site.out_shapes[0].dtype, jnp.float32) == jnp.float64:
-        return 4 * math.sqrt(positions) * 2.0**-53
-    accumulation = 4 * math.sqrt(positions) * 2.0**-24
-    return accumulation + (2.0**-10 if _rounds_inputs(site) else 0.0)
+    positions = sum(_factors.sizes(site).positions for site in sites)
+    wide = all(
+        jnp.promote_types(site.out_shapes[0].dtype, jnp.float32) == jnp.float64 for site in sites
+    )
+    unit = 2.0**-53 if wide else 2.0**-24
+    if jax.default_backend() != "cpu":
+        unit *= 2
+    shortened = 0.0 if wide or not any(map(_rounds_inputs, sites)) else 2.0**-10
+    return _factors.Roundoff(
+        own=(positions + 3) * unit + shortened,
+        spread=min(1000 * positions * unit, 1 / (4 * math.sqrt(positions))),
+    )
 
 
 def _rounds_inputs(site: Site) -> bool:

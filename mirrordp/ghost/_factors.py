@@ -11,8 +11,10 @@ output. Two ways lead to ‖G_i‖², and the cheaper one is taken:
     gram        Σ_{t,s} ⟨L_t, L_s⟩ ⟨R_t, R_s⟩             T²·(K+N) operations, 2·T² numbers
 
 Gram sums cancel, so norms are accumulated in float64, and `spread` S = Σ_t ‖L_t‖·‖R_t‖ comes with
-each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (unit roundoff)·S, which
-is added to the norm before clipping.
+each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (T roundoffs)·S, which is
+added to the norm before clipping. The clipped sum adds the positions of all examples in one go, so
+that an example whose positions cancel also disturbs how others are rounded. It is therefore clipped
+by S/κ where that is larger than its norm, which leaves at most κ C of it to be rounded.
 """
 
 import dataclasses
@@ -403,20 +405,32 @@ def _signed(index: Array) -> Array:
     return jnp.minimum(index, jnp.asarray(largest, index.dtype)).astype(jnp.int32)
 
 
-def gram(parts: Sequence[Factors], *, margin: float) -> tuple[Array, Array]:
-    """(‖Σ_parts G_i‖ + margin · S_i)² by Gram matrices, in float64; and a bound on underflow.
+class Roundoff(NamedTuple):
+    """What the rounding of the clipped sum asks of a norm, in units of the spread S_i.
+
+    Attributes:
+        own: of the example's own contribution; added to its norm.
+        spread: 1/κ, the least norm that S_i may go with; for the sake of the other examples.
+    """
+
+    own: float
+    spread: float
+
+
+def gram(parts: Sequence[Factors], *, roundoff: Roundoff) -> tuple[Array, Array]:
+    """max(‖Σ_parts G_i‖ + own · S_i, S_i / κ)² by Gram matrices, in float64; a bound on underflow.
 
     Both have shape [B]. The second bounds what `weighted_sum` can add to a contribution because
     numbers below the smallest normal one are rounded, or not kept at all.
 
     Args:
         parts: factors that lie in one layout.
-        margin: the rounding of whatever will sum the G_i, in units of the spread S_i.
+        roundoff: of whatever will sum the G_i.
     """
-    return float64_call(functools.partial(_gram, margin=margin), tuple(parts))
+    return float64_call(functools.partial(_gram, roundoff=roundoff), tuple(parts))
 
 
-def _gram(parts: Sequence[Factors], margin: float) -> tuple[Array, Array]:
+def _gram(parts: Sequence[Factors], roundoff: Roundoff) -> tuple[Array, Array]:
     spread = functools.reduce(jnp.add, [_spread(part) for part in parts])
     total = jnp.zeros_like(spread)
     for number, one in enumerate(parts):
@@ -427,7 +441,8 @@ def _gram(parts: Sequence[Factors], margin: float) -> tuple[Array, Array]:
     # Written so that a NaN stays one, which `maximum` would not promise.
     norm = jnp.sqrt(jnp.where(total < 0, 0.0, total))
     underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
-    return (norm + margin * spread) ** 2, underflow
+    norm, least = norm + roundoff.own * spread, roundoff.spread * spread
+    return jnp.where(norm < least, least, norm) ** 2, underflow
 
 
 def _gram_roundoff(parts: Sequence[Factors]) -> float:

@@ -1,6 +1,7 @@
 """No example may add more than the clip norm, however its positions cancel."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def test_a_contribution_never_exceeds_the_clip_norm(module, scale):
 def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     """The same search finds the fault if norms are summed in float32 without a margin."""
     monkeypatch.setattr(_factors, "wide_dtype", lambda: jnp.float32)
-    monkeypatch.setattr(ghost, "_sum_roundoff", lambda site: 0.0)
+    monkeypatch.setattr(ghost, "_sum_roundoff", lambda sites: _factors.Roundoff(0.0, 0.0))
     monkeypatch.setattr(_factors, "_gram_roundoff", lambda parts: 0.0)
     compiled.cache_clear()
     worst = max(
@@ -148,3 +149,87 @@ def test_shortened_algorithms_are_not_used_for_norms_and_sums():
             example = cancelling(5, 1e3, 1e-3, seed)
             total = clipped(jnp.zeros((90, 60)), example, jnp.zeros(1, bool))
             assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
+
+
+def looked_up(table, example):
+    """Every position looks up the row whose number is the first entry's."""
+    left, right = example
+    return jnp.sum(table[left[:, 0].astype(jnp.int32)] * right)
+
+
+def convolved(kernel, example):
+    left, right = example
+    out = jax.lax.conv_general_dilated(left[None], kernel[None], (1,), "VALID",
+                                       dimension_numbers=("NWC", "WIO", "NWC"))  # fmt: skip
+    return jnp.sum(out[0] * right)
+
+
+def one_entry(left, right, width: int):
+    """Positions of which only the first entry differs from zero."""
+    arrays = [np.zeros((len(right), width), np.float32) for _ in range(2)]
+    arrays[0][:, 0], arrays[1][:, 0] = left, right
+    return tuple(arrays)
+
+
+def below_half_a_unit(positions: int):
+    """1, then terms that a running sum of 1 rounds up to twice their size, then -1."""
+    small = 2.0**-24 * (1 + 2.0**-10)
+    return one_entry(1.0, [1.0, *[small] * (positions - 2), -1.0], 3 * positions // 2)
+
+
+@pytest.mark.parametrize("loss_fn", [bilinear, looked_up, convolved])
+@pytest.mark.parametrize("positions", [20, 66, 200])
+def test_a_running_sum_may_round_every_position_up(loss_fn, positions):
+    """The worst case of an accumulation, T roundoffs, not the usual √T."""
+    example = [array[None] for array in below_half_a_unit(positions)]
+    width = example[0].shape[-1]
+    weight = jnp.zeros((width, width))
+    assert ghost.explain(loss_fn, weight, example)[0].path == "gram"
+
+    def clipped(clip):
+        found = ghost.clipped_grad(loss_fn, l2_clip_norm=clip)
+        return found.with_stats(weight, example, jnp.zeros(1, bool))
+
+    bound = float(clipped(1.0)[1].unprivatized_norms[0])
+    true = np.sum(example[1].astype(np.float64))
+    assert bound >= true
+    total = np.linalg.norm(np.asarray(clipped(1.0001 * bound)[0], np.float64))
+    assert total <= 1.0001 * bound
+
+
+@pytest.mark.parametrize("positions", [66, 200])
+def test_rows_that_cancel_leave_the_others_alone(positions):
+    """With and without another row: the difference stays within the clip norm.
+
+    The positions of the row that stays just do not fit into a running sum; what the other row adds
+    before them changes how each of them is rounded.
+    """
+    unit, width = 2.0**-23, 3 * positions // 2
+    small = np.full(positions - 2, -0.6 * unit)
+    stays = one_entry(1.0, [2 - unit, *small, -(2 - unit + small.sum())], width)
+    weight = jnp.zeros((width, width))
+    lone = [array[None] for array in stays]
+    norms = ghost.clipped_grad(bilinear, l2_clip_norm=1.0).with_stats(
+        weight, lone, jnp.zeros(1, bool)
+    )
+    clip = 1.001 * float(norms[1].unprivatized_norms[0])
+    clipped = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=clip).__call__)
+    first = np.arange(positions) == 0
+    for size in (3 * unit, 4 * unit, 0.5 * clip, 0.99 * clip):
+        comes = one_entry(first, size * first, width)
+        both = [np.stack(pair) for pair in zip(comes, stays, strict=True)]
+        with_it, without = (
+            np.asarray(clipped(weight, both, jnp.array([absent, False])), np.float64)
+            for absent in (False, True)
+        )
+        assert np.linalg.norm(with_it - without) <= clip * (1 + 2e-3)
+
+
+def test_no_margin_would_let_both_pass(monkeypatch):
+    """The same rows find a sum whose rounding is taken for its usual size."""
+    usual = lambda sites: _factors.Roundoff(4 * math.sqrt(200) * 2.0**-24, 0.0)  # noqa: E731
+    monkeypatch.setattr(ghost, "_sum_roundoff", usual)
+    with pytest.raises(AssertionError):
+        test_a_running_sum_may_round_every_position_up(bilinear, 200)
+    with pytest.raises(AssertionError):
+        test_rows_that_cancel_leave_the_others_alone(200)
