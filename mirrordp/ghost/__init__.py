@@ -158,7 +158,17 @@ def _explain_leaf(split: "_Split", leaf: int, name: str) -> ParameterPath:
         return ParameterPath(name, shape, "product", "", operations, size)
     if leaf in plan.unused:
         return ParameterPath(name, shape, "unused", "no example's loss depends on it", 0, 0)
-    return ParameterPath(name, shape, "explicit", _reason(split, leaf), 2 * size, size)
+    operations = sum(_gradient_operations(site) for site in sites if leaf in site.leaves)
+    return ParameterPath(name, shape, "explicit", _reason(split, leaf), operations, size)
+
+
+def _gradient_operations(site: Site) -> int:
+    """About what it costs to form one example's gradient at a site."""
+    if _factors.is_factored(site):
+        part = _factors.sizes(site)
+        return 2 * part.groups * part.positions * part.left * part.right
+    arrays = (*site.param_shapes, *site.out_shapes)
+    return 2 * math.prod(site.loops) * max(math.prod(array.shape) for array in arrays)
 
 
 def _reason(split: "_Split", leaf: int) -> str:
@@ -433,8 +443,8 @@ def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:
 
     With u the unit roundoff (twice that where matrix units truncate), n products of rounded factors
     that are added in any order err by less than (n + 2)·u of the sum of their sizes, to first
-    order; the one more below covers the rest. A matrix unit that shortens its inputs (TF32 keeps 11
-    bits) adds 2·2⁻¹¹.
+    order; the one more below covers the rest. A matrix unit that shortens both inputs to b bits
+    adds (1 + 2⁻ᵇ)² − 1: 11 bits are left by TF32 on a GPU, 8 by bfloat16 on a TPU.
 
     What other examples feel of one is how its terms change the rounding of theirs: at most n·u·κC.
     κ makes that C/1000, except for long sequences, whose positions would be clipped for nothing: T
@@ -448,7 +458,9 @@ def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:
     unit = 2.0**-53 if wide else 2.0**-24
     if jax.default_backend() != "cpu":
         unit *= 2
-    shortened = 0.0 if wide or not any(map(_rounds_inputs, sites)) else 2.0**-10
+    shortened = 0.0
+    if not wide and any(map(_rounds_inputs, sites)):
+        shortened = (1 + 2.0 ** -(8 if jax.default_backend() == "tpu" else 11)) ** 2 - 1
     return _factors.Roundoff(
         own=(positions + 3) * unit + shortened,
         spread=min(1000 * positions * unit, 1 / (4 * math.sqrt(positions))),

@@ -89,3 +89,14 @@ def test_explain_says_why_a_parameter_is_explicit(capsys):
     assert path.path == "explicit"
     assert "function of parameters" in path.reason
     assert "function of parameters" in capsys.readouterr().out
+    assert path.operations == 2 * 3 * 2
+
+
+def test_explain_counts_the_positions_of_an_explicit_gradient():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ (w / jnp.linalg.norm(w))))
+
+    (path,) = ghost.explain(loss, jnp.ones((30, 20)), jnp.ones((2, 7, 30)))
+    assert path.path == "explicit"
+    assert path.operations == 2 * 7 * 30 * 20
+    assert path.numbers == 30 * 20

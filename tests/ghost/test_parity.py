@@ -60,7 +60,7 @@ def test_equals_explicit_gradients_in_float64(name):
         )
 
 
-@pytest.mark.parametrize("name", ["cifar10_cnn", "transformer_block", "flax_lstm", "mlp"])
+@pytest.mark.parametrize("name", MODELS)
 def test_equals_explicit_gradients_in_float32(name):
     loss, params, batch = MODELS[name]()
     params, batch = cast(params, np.float32), cast(batch, np.float32)

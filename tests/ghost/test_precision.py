@@ -233,3 +233,24 @@ def test_no_margin_would_let_both_pass(monkeypatch):
         test_a_running_sum_may_round_every_position_up(bilinear, 200)
     with pytest.raises(AssertionError):
         test_rows_that_cancel_leave_the_others_alone(200)
+
+
+@pytest.mark.parametrize(("backend", "bits"), [("cpu", None), ("gpu", 11), ("tpu", 8)])
+def test_the_margin_covers_inputs_that_the_machine_shortens(backend, bits, monkeypatch):
+    """Both factors of a product rounded to so many bits, at worst half a unit each."""
+    seen = []
+    original = _factors.gram
+
+    def gram(parts, *, roundoff):
+        seen.append(roundoff)
+        return original(parts, roundoff=roundoff)
+
+    monkeypatch.setattr(_factors, "gram", gram)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    ghost.clipped_grad(bilinear, l2_clip_norm=1.0)(
+        jnp.zeros((90, 60)), cancelling(17, 1.0, 0.1), jnp.zeros(1, bool)
+    )
+    (roundoff,) = seen
+    unit = 0.0 if bits is None else 2.0**-bits
+    assert roundoff.own >= (1 + unit) ** 2 - 1 + 34 * 2.0**-24
+    assert (roundoff.own > 1e-4) == (bits is not None)

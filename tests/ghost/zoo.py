@@ -83,6 +83,13 @@ def wikitext2_lstm():
 
 
 @model
+def paper_stackoverflow_lstm():
+    """The network of the experiments itself, small."""
+    network = models.stackoverflow_lstm(tokens=40, embedding=6, width=9)
+    return network.loss, network.init(jax.random.key(3)), integers(5, 40, ROWS, 8)
+
+
+@model
 def stackoverflow_lstm():
     """One LSTM layer wider than its embedding, a projection, and tied output weights."""
     vocabulary, width, hidden = 40, 6, 9
