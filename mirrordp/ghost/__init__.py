@@ -15,6 +15,7 @@ A parameter whose use is not recognised gets explicit per-example gradients, tha
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from mirrordp.ghost._factors import Factors
 from mirrordp.ghost._tracing import Program, Site, UnrecognisedError
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
+LARGE = 2**26
+"""Explicit per-example gradients of so many numbers (256 MiB in float32) are worth a warning."""
+
 
 def clipped_grad(
     loss_fn: LossFn,
@@ -47,7 +51,8 @@ def clipped_grad(
     """The sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
     Arguments, result and guarantees are those of `mirrordp.clipping.clipped_grad`; what differs is
-    time and memory.
+    time and memory. Where a large parameter is not recognised and takes explicit per-example
+    gradients, a warning says so.
     """
     _validate.positive(l2_clip_norm=l2_clip_norm)
     if microbatch_size is not None:
@@ -66,15 +71,43 @@ def clipped_grad(
                 "the loss function takes a random key, so the clipped gradient needs keys=, "
                 "one per example. Pass jax.random.split(key, batch_size)."
             )
+        at_a_time = min(is_padding.shape[0], microbatch_size or is_padding.shape[0])
         try:
             split = _Split.of(keyed_loss, params, (batch, keys), trainable)
-        except UnrecognisedError:
+        except UnrecognisedError as error:
+            everything = jax.tree.leaves(trainable_part(params, trainable))
+            _warn_if_large("all parameters", everything, at_a_time, str(error))
             return oracle.with_stats(params, batch, is_padding, keys=keys)
+        for leaf in split.plan.fallback:
+            _warn_if_large(
+                _names(params, trainable)[leaf],
+                [split.leaves[leaf]],
+                at_a_time,
+                _reason(split, leaf),
+            )
         run = lambda rows, padding: _clipped_sum(split, rows, padding, l2_clip_norm)  # noqa: E731
         total, losses, norms = _in_microbatches(run, split.rows, is_padding, microbatch_size)
         return split.tree(total), ClipStats(losses, norms.astype(jnp.float32))
 
     return ClippedGrad(with_stats, float(l2_clip_norm), needs_key)
+
+
+def _names(params: Params, trainable: PyTree | None) -> list[str]:
+    """The names of the trainable leaves, in order."""
+    found = jax.tree_util.tree_leaves_with_path(trainable_part(params, trainable))
+    return [jax.tree_util.keystr(path) or "params" for path, _ in found]
+
+
+def _warn_if_large(name: str, leaves: Sequence[Any], rows: int, reason: str) -> None:
+    numbers = rows * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
+    if numbers >= LARGE:
+        warnings.warn(
+            f"ghost clipping forms explicit gradients of {rows} examples for {name} "
+            f"({numbers / 2**18:,.0f} MiB in float32): {reason}. The result is right, but slow; "
+            "microbatch_size bounds the memory, and mirrordp.ghost.explain(loss_fn, params, batch) "
+            "shows the path of every parameter.",
+            stacklevel=3,
+        )
 
 
 class ParameterPath(NamedTuple):
@@ -114,10 +147,8 @@ def explain(
     """
     rows = len(jax.tree.leaves(batch)[0])
     keys = jax.random.split(jax.random.key(0), rows) if takes_key(loss_fn) else None
-    named = [
-        (jax.tree_util.keystr(path) or "params", leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trainable_part(params, trainable))
-    ]
+    leaves = jax.tree.leaves(trainable_part(params, trainable))
+    named = list(zip(_names(params, trainable), leaves, strict=True))
     try:
         split = _Split.of(with_key(loss_fn), params, (batch, keys), trainable)
         paths = [_explain_leaf(split, number, name) for number, (name, _) in enumerate(named)]

@@ -1,12 +1,15 @@
 """Large layers have no per-example gradients: seen in the jaxpr, not in a stopwatch."""
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from experiments import models
 from mirrordp import clipping, ghost
+from tests.ghost.test_odd_programs import PROGRAMS
 
 
 def shapes(jaxpr) -> set[tuple[int, ...]]:
@@ -100,3 +103,35 @@ def test_explain_counts_the_positions_of_an_explicit_gradient():
     assert path.path == "explicit"
     assert path.operations == 2 * 7 * 30 * 20
     assert path.numbers == 30 * 20
+
+
+def test_large_explicit_gradients_are_announced(monkeypatch):
+    """By name, with the reason, and only where they are large; a microbatch makes them smaller."""
+
+    def loss(params, x):
+        scaled = params["scaled"] / jnp.linalg.norm(params["scaled"])
+        return jnp.sum(jnp.tanh(x @ params["plain"]) @ scaled)
+
+    params = {"plain": jnp.ones((3, 4)), "scaled": jnp.ones((4, 2))}
+    batch, padding = jnp.ones((6, 3)), jnp.zeros(6, bool)
+
+    def warned(size=None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ghost.clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size)(params, batch, padding)
+        return [str(one.message) for one in caught if "explicit gradients" in str(one.message)]
+
+    assert warned() == []
+    monkeypatch.setattr(ghost, "LARGE", 6 * 8)
+    (message,) = warned()
+    assert "of 6 examples for ['scaled']" in message
+    assert "behind a function of parameters" in message
+    assert "['plain']" not in message
+    assert warned(size=5) == []
+
+
+def test_a_loss_that_is_not_recognised_at_all_is_announced(monkeypatch):
+    loss, params, batch = PROGRAMS["fixed_point_without_gradient"]
+    monkeypatch.setattr(ghost, "LARGE", 1)
+    with pytest.warns(UserWarning, match="for all parameters .* while"):
+        ghost.clipped_grad(loss, l2_clip_norm=1.0)(params, batch, jnp.zeros(len(batch), bool))
