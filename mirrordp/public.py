@@ -83,9 +83,7 @@ class _Reached(NamedTuple):
 @functools.partial(
     jax.jit, static_argnames=("loss_fn", "holdout_loss_fn", "optimizer", "average", "mask")
 )
-def _epoch(
-    loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, key, train, holdout
-):  # fmt: skip
+def _epoch(loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, key, train, holdout):
     """One pass over `train` in the order of `rows`, and the loss on `holdout` after it."""
     trainable = thawed_mask(mask)
     gradient = public_grad(loss_fn, trainable=trainable)

@@ -184,8 +184,7 @@ def _explain_leaf(split: "_Split", leaf: int, name: str) -> ParameterPath:
         operations = 2 * groups * positions**2 * entries
         return ParameterPath(name, shape, "gram", "", operations, 2 * groups * positions**2)
     if leaf in plan.explicit:
-        part = _factors.sizes(sites[plan.explicit[leaf]])
-        operations = 2 * part.groups * part.positions * part.left * part.right
+        operations = _gradient_operations(sites[plan.explicit[leaf]])
         return ParameterPath(name, shape, "product", "", operations, size)
     if leaf in plan.unused:
         return ParameterPath(name, shape, "unused", "no example's loss depends on it", 0, 0)
