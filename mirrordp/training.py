@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -716,13 +717,17 @@ def prepared_blocks(
     starts = plan.starts[begin // plan.steps_per_call :]
     if not starts:
         return
-    with ThreadPoolExecutor(max_workers=1) as executor:
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
         upcoming = executor.submit(prepare, begin)
         for start in starts:
             calls = upcoming.result()
             if start + plan.steps_per_call < plan.alphas.shape[1]:
                 upcoming = executor.submit(prepare, start + plan.steps_per_call)
             yield start, calls
+    finally:
+        # A run that was left unfinished may end with the interpreter, when no thread can be joined.
+        executor.shutdown(wait=not sys.is_finalizing())
 
 
 def pack(
@@ -826,7 +831,17 @@ def example_of(arrays: Batch) -> PyTree:
 
 def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
-    result = jax.eval_shape(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
+    example = example_of(arrays)
+    try:
+        result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
+    except Exception as error:
+        # Most often the loss was written for a batch, and what JAX says of that is no help.
+        shapes = jax.tree.map(lambda leaf: leaf.shape, (params, example))
+        error.add_note(
+            f"mirrordp called {name}(params, example) for a single example, without a batch axis; "
+            "the shapes of params and example were {} and {}.".format(*shapes)
+        )
+        raise
     if getattr(result, "shape", None) != ():
         raise ValueError(
             f"{name}(params, example) must return one scalar for one example, got "
