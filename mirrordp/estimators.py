@@ -205,7 +205,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         X, y = self._validated(X, y, public=False)
         if X_public is not None:
             X_public, y_public = self._validated(X_public, y_public, public=True)
-            self._compare(X, y if counts is None else y_public, X_public, y_public)
+            used = slice(None) if counts is None else _mask(counts, len(X))
+            self._compare(X, y[used], X_public, y_public)
         problem = self._encode(y, y_public)
         if counts is not None:
             problem = problem.without(~_mask(counts, len(X)))
@@ -371,7 +372,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         """
         found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
         kinds = y.dtype.kind + y_public.dtype.kind
-        if isinstance(self, RegressorMixin) and set(kinds) <= set("fiu"):
+        if isinstance(self, RegressorMixin) and len(y) and set(kinds) <= set("fiu"):
             found += ["y"] if _mostly_beyond(y, y_public) else []
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""

@@ -736,6 +736,12 @@ class TestMistakes:
         x_public, y_public = draw("regression", 60, seed=1)
         with pytest.warns(UnprotectedWarning, match="public ones in y"):
             PrivateLinearRegression(random_state=0).fit(x, y + 1000, x_public, y_public)
+        unusable = np.arange(200) < 150  # such as rows without a target, which have a zero there
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PrivateLinearRegression(random_state=0).fit(
+                x, np.where(unusable, -99, y), x_public, y_public, counts=~unusable
+            )
 
     def test_public_columns_in_another_order(self):
         pandas = pytest.importorskip("pandas")
