@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import secrets
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
@@ -592,6 +594,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     _check_trainable(train_step, params)
+    _warn_of_unused(train_step, params, private.arrays)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -847,6 +850,44 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
             f"{name}(params, example) must return one scalar for one example, got "
             f"{jax.tree.map(lambda leaf: leaf.shape, result)}. It sees a single example, without a "
             "batch axis."
+        )
+
+
+def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> None:
+    """Warns of trainable parameters that the loss has no gradient in: noise alone moves them.
+
+    `stop_gradient` freezes no parameter here, and neither do running averages of normalisation
+    layers stay what they are: what is in `params` gets noise. The gradient is read as a program;
+    one that is zero for another reason than a missing dependence is not noticed.
+    """
+    gradient = jax.grad(with_key(train_step.loss_fn), allow_int=True)
+    program = jax.make_jaxpr(gradient)(params, example_of(arrays), jax.random.key(0)).jaxpr
+    sources = {id(out): equation for equation in program.eqns for out in equation.outvars}
+
+    def is_zero(atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            # Of type float0 where the parameter is an integer, and then frozen.
+            return atom.aval.dtype != jax.dtypes.float0 and bool(np.all(atom.val == 0))
+        equation = sources.get(id(atom))
+        if equation is None or equation.primitive.name != "broadcast_in_dim":
+            return False
+        return is_zero(equation.invars[0])
+
+    with_gradient = jax.tree.unflatten(
+        jax.tree.structure(params), [not is_zero(atom) for atom in program.outvars]
+    )
+    part = trainable_part(with_gradient, train_step._mask)
+    unused = [
+        f"params{jax.tree_util.keystr(path)}"
+        for path, is_used in jax.tree_util.tree_leaves_with_path(part)
+        if not is_used
+    ]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        warnings.warn(
+            f"the loss has no gradient in {', '.join(unused[:5])}{more}: noise alone will move it. "
+            "Exclude it with trainable=, or keep it out of params.",
+            stacklevel=4,
         )
 
 

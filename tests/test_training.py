@@ -666,6 +666,20 @@ class TestBadInput:
         assert "single example, without a batch axis" in notes
         assert "(3,) and (3,)" in notes
 
+    def test_parameters_that_only_noise_would_move(self):
+        """A body behind `stop_gradient`, or running averages, would be destroyed silently."""
+        params = {"body": THETA, "head": THETA, "more": {"scalar": jnp.ones(())}}
+
+        @jax.jit
+        def loss(params, x):
+            return tools.squared_distance(params["head"] * jax.lax.stop_gradient(params["body"]), x)
+
+        with pytest.warns(UserWarning, match=r"no gradient in params\['body'\], .*'scalar'\]:"):
+            run(loss=loss, params=params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(loss=loss, params=params, trainable={"body": False, "head": True, "more": False})
+
     def test_a_public_loss_that_does_not_fit_the_public_rows(self):
         self.refuse(
             (TypeError, IndexError),
