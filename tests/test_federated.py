@@ -169,6 +169,14 @@ class TestClientData:
             ),
             (lambda: PrivateClients.from_rows(np.ones(3), [1, 2]), "owner of each row"),
             (lambda: PrivateClients.from_rows(np.ones(2), [1, 2], users=[1]), "among them"),
+            # A name that comes again would give the rows of one user to another.
+            (
+                lambda: PrivateClients.from_rows(np.ones(2), ["a", "a"], users=["a", "a", "b"]),
+                "list every user once",
+            ),
+            (lambda: PrivateClients.from_rows(np.ones(3), ["a", None, "b"]), "1 rows whose user"),
+            (lambda: PrivateClients.from_rows(np.ones(3), ["a", np.nan, "b"]), "1 rows whose user"),
+            (lambda: PrivateClients.from_rows(np.ones(2), np.array([np.nan, 3])), "is None or NaN"),
             (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
             (lambda: PrivateClients(np.ones(3), np.array([3]), None, 2), "may own 0 to 2 rows"),
         ],
@@ -614,6 +622,27 @@ class TestEdges:
         np.testing.assert_allclose(
             sums(clients([x]), mechanism=EVERYONE)[0], 0.3 * (1 - x[0]), atol=1e-6
         )
+
+    @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
+    def test_parameters_are_real_floats(self, dtype):
+        """Noise is real: the imaginary part of a complex sum would be released without any."""
+        options = {
+            "loss": lambda p, x: jnp.sum(jnp.abs(p["w"] - x) ** 2),
+            "start": {"w": jnp.ones(3, dtype)},
+            "ledger": (ledger := mirrordp.Ledger(Adjacency.ZERO_OUT)),
+            "mechanism": mechanism(noise_multiplier=1.0),
+        }
+        with pytest.raises(TypeError, match=r"must be floating point, got .* at params\['w'\]"):
+            run(**options)
+        step = federated.FederatedStep(
+            loss_fn=options["loss"],
+            mechanism=options["mechanism"],
+            optimizer=federated.server_sgd(),
+            client_learning_rate=0.1,
+        )
+        with pytest.raises(TypeError, match="must be floating point"):
+            step.init(options["start"], jax.random.key(0))
+        assert mechanism().event_between(0, 0) == ledger.event
 
     def test_accounting_is_the_same_whatever_the_data(self):
         noisy = mechanism(noise_multiplier=1.0)
