@@ -389,11 +389,14 @@ class TestRound:
         assert np.linalg.norm(made[0]) == pytest.approx(7 * CLIP, rel=1e-3)
 
     def test_momentum_is_the_servers_default(self):
-        state, _ = tools.last(run(optimizer=None, num_rounds=1))
-        direct = sums()[0] / 5
-        np.testing.assert_allclose(state.params, 1 - direct, atol=1e-5)
-        two, _ = tools.last(run(optimizer=None, num_rounds=1, alpha=[1.0]))
-        np.testing.assert_allclose(two.params, state.params)
+        default, stated, without = (
+            np.asarray(tools.last(run(optimizer=optimizer))[0].params)
+            for optimizer in (None, optax.sgd(1.0, momentum=0.9), optax.sgd(1.0))
+        )
+        np.testing.assert_array_equal(default, stated)
+        assert np.abs(default - without).max() > 0.05
+        first, _ = tools.last(run(optimizer=None, num_rounds=1))
+        np.testing.assert_allclose(first.params, 1 - sums()[0] / 5, atol=1e-5)
 
     def test_public_users_and_public_rows(self):
         """At α = 0 the update is the public side alone; a plain table gives ∇Ψ."""
