@@ -406,6 +406,11 @@ class TestRound:
         state, _ = tools.last(run(public=PUBLIC.examples, alpha=0.0, num_rounds=1))
         np.testing.assert_allclose(state.opt_state[1][0], 1 - PUBLIC.arrays.mean(axis=0), atol=1e-6)
 
+    def test_public_users_weigh_alike_however_they_are_laid_out(self):
+        """Three users in passes of two: the empty place weighs nothing."""
+        in_twos, in_one = (sums(public=PUBLIC, alpha=0.0, users_per_pass=n) for n in (2, 3))
+        np.testing.assert_allclose(in_twos, in_one, atol=1e-5)
+
     def test_some_public_users_per_round(self):
         few = sums(public=PUBLIC, alpha=0.0, public_batch_size=1)
         assert len({tuple(np.round(row, 4)) for row in few}) > 1
