@@ -44,7 +44,8 @@ class Mechanism:
             or `SecureGaussianNoise`, with which batches come from the secure generator too.
         accountant: by default PLD where it can analyse the mechanism, else RDP.
         orders: Rényi orders for the RDP accountant.
-        unit: what one record is: "example" or "user".
+        unit: what one record is: "example" or "user". That a record holds all rows of one user is
+            the caller's word, which reports repeat; `federated_train` sees to it.
     """
 
     sampling: Sampling
