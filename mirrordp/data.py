@@ -422,8 +422,9 @@ def excluded_users(
     mask = np.zeros(len(private), bool)
     if private.ids is None or public.ids is None:
         return mask
-    names = set(public.ids)
-    mask[:] = [name in names for name in private.ids]
+    # As text: of two files, one may hold 3 and the other "3".
+    names = {str(name) for name in public.ids}
+    mask[:] = [str(name) in names for name in private.ids]
     count = int(mask.sum())
     if not count:
         return mask

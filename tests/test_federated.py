@@ -199,6 +199,12 @@ class TestClientData:
         with pytest.raises(TypeError, match=r"same kind of numbers, got .* for user 2"):
             PrivateClients.from_users([none, numbers, np.array([0.5])])
 
+    def test_a_number_and_its_text_are_one_name(self):
+        public = clients([rows(2, 9)], PublicClients, ids=["3"])
+        with pytest.warns(mirrordp.UnprotectedWarning):
+            mask = mirrordp.data.excluded_users(clients(ids=range(USERS)), public)
+        assert np.flatnonzero(mask).tolist() == [3]
+
     def test_a_user_on_both_sides_is_dropped_or_refused(self):
         names = [f"user {number}" for number in range(USERS)]
         private = clients(ids=names)
