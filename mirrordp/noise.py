@@ -276,7 +276,18 @@ def _with_full_tails(
     that alone breaks the stated δ. The sum of four reaches 10.8, where nothing is left to prove.
     """
     parts = jax.random.split(key, 4)
-    return optax.chain(*(make(stddev / 2, part) for part in parts))
+    noise = optax.chain(*(make(stddev / 2, part) for part in parts))
+
+    def update(updates, state, params=None):
+        for leaf in jax.tree.leaves(updates):
+            if jnp.iscomplexobj(leaf):
+                raise TypeError(
+                    f"noise is real and would leave imaginary parts bare: expected real sums, got "
+                    f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
+                )
+        return noise.update(updates, state, params)
+
+    return optax.GradientTransformation(noise.init, update)
 
 
 def _noise_dtype() -> jnp.dtype:

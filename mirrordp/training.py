@@ -590,7 +590,7 @@ def plan_runs(
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
-    _check_trainable(train_step, params)
+    check_trainable(trainable_part(params, train_step._mask))
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -835,8 +835,9 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
         )
 
 
-def _check_trainable(train_step: TrainStep, params: Params) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trainable_part(params, train_step._mask)):
+def check_trainable(part: PyTree) -> None:
+    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"trainable parameters must be floating point, got {leaf.dtype} at "
