@@ -169,10 +169,23 @@ class ClientData:
                 f"user_ids must name the owner of each row, got {owners.shape} names for "
                 f"{sorted(lengths)} rows."
             )
+        missing = _num_missing(user_ids)
+        if missing:
+            raise ValueError(
+                f"every row must have an owner, got {missing} rows whose user is None or NaN: "
+                "taken together they would be one user who is nobody, and a user with some of them "
+                f"would count twice. Leave such rows out. {UNPROTECTED}"
+            )
         found, owner_numbers = np.unique(owners, return_inverse=True)
         names = found.tolist()
         if users is not None:
-            known = {name: number for number, name in enumerate(users)}
+            listed = list(users)
+            known = {name: number for number, name in enumerate(listed)}
+            if len(known) < len(listed):
+                raise ValueError(
+                    f"users must list every user once, got {len(listed) - len(known)} names again. "
+                    f"{UNPROTECTED}"
+                )
             unknown = sum(name not in known for name in names)
             if unknown:
                 raise ValueError(
@@ -364,6 +377,13 @@ def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
     return np.array(counts)
 
 
+def _num_missing(names: Sequence[Hashable] | np.ndarray) -> int:
+    """How many names are None or NaN; among strings NumPy would make a name of either."""
+    if getattr(getattr(names, "dtype", None), "kind", "O") not in "fO":
+        return 0
+    return sum(name is None or name != name for name in names)
+
+
 def _name_entropy(name: Hashable) -> list[int]:
     """Four numbers that a user's name decides, the same on every machine."""
     digest = hashlib.blake2b(str(name).encode(), digest_size=16).digest()
@@ -402,8 +422,9 @@ def excluded_users(
     mask = np.zeros(len(private), bool)
     if private.ids is None or public.ids is None:
         return mask
-    names = set(public.ids)
-    mask[:] = [name in names for name in private.ids]
+    # As text: of two files, one may hold 3 and the other "3".
+    names = {str(name) for name in public.ids}
+    mask[:] = [str(name) in names for name in private.ids]
     count = int(mask.sum())
     if not count:
         return mask

@@ -65,6 +65,7 @@ from mirrordp.training import (
     Unprivatized,
     check_charged_steps,
     check_loss,
+    check_trainable,
     example_of,
     fits_on_device,
     info_fields,
@@ -399,10 +400,12 @@ class FederatedStep:
 
     def init(self, params: Params, key: jax.Array) -> FederatedState:
         """The state before the first round; `key` seeds the noise and must be secret."""
+        part = trainable_part(params, self._mask)
+        check_trainable(part)
         return FederatedState(
             round=jnp.zeros([], jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(trainable_part(params, self._mask)),
+            opt_state=self.optimizer.init(part),
             noise_state=self.mechanism.privatizer(key).init(_tree(self.zero_sum(params))),
             clip_norm=jnp.asarray(self.mechanism.l2_clip_norm, jnp.float32),
             client_learning_rate=jnp.asarray(self.client_learning_rate, jnp.float32),
@@ -831,6 +834,7 @@ def federated_train(
             f"alpha goes down to {float(alphas.min()):g}, so public data is needed, got none. Pass "
             "public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
         )
+    check_trainable(trainable_part(params, step._mask))
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
@@ -911,6 +915,8 @@ def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
         "rounds_per_call": str(run.rounds_per_call),
         # The order of additions, and so the last digits, follow from it.
         "users_per_pass": str(run.users_per_pass),
+        "max_examples_per_user": str(run.private.max_examples_per_user),
+        "stream": str(run.stream),
         "loss_fn": loss(step.loss_fn, run.private),
         "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
         "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
@@ -920,8 +926,10 @@ def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
         **{name: str(getattr(step, name)) for name in plain},
     }
     if run.public is not None:
-        counts = run.public.num_examples if isinstance(run.public, PublicClients) else ()
-        described["public data"] = _fingerprint.of_arrays(key, (run.public.arrays, counts))
+        users = ()
+        if isinstance(run.public, PublicClients):
+            users = (run.public.num_examples, run.public.max_examples_per_user)
+        described["public data"] = _fingerprint.of_arrays(key, (run.public.arrays, users))
         described["public_loss_fn"] = loss(step.public_loss_fn or step.loss_fn, run.public)
     return described
 

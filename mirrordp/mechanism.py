@@ -44,7 +44,8 @@ class Mechanism:
             or `SecureGaussianNoise`, with which batches come from the secure generator too.
         accountant: by default PLD where it can analyse the mechanism, else RDP.
         orders: Rényi orders for the RDP accountant.
-        unit: what one record is: "example" or "user".
+        unit: what one record is: "example" or "user". That a record holds all rows of one user is
+            the caller's word, which reports repeat; `federated_train` sees to it.
     """
 
     sampling: Sampling
@@ -63,6 +64,12 @@ class Mechanism:
         _validate.instance_of((GaussianNoise, BandedNoise, SecureGaussianNoise), noise=self.noise)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=self.adjacency)
         _validate.positive(l2_clip_norm=self.l2_clip_norm)
+        if not 1e-30 <= self.l2_clip_norm <= 1e30:
+            # Near the ends of float32 noise is rounded to zero, and sums are not.
+            raise ValueError(
+                f"l2_clip_norm must be between 1e-30 and 1e30, got {self.l2_clip_norm:g}. Scale "
+                "the loss, and with it the gradients."
+            )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
         _validate.positive_integer(num_steps=self.num_steps)
         if self.unit not in UNITS:

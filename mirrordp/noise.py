@@ -288,6 +288,12 @@ def _with_full_tails(
 
     def update(updates, state, params=None):
         del params
+        for leaf in jax.tree.leaves(updates):
+            if jnp.iscomplexobj(leaf):
+                raise TypeError(
+                    f"noise is real and would leave imaginary parts bare: expected real sums, got "
+                    f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
+                )
         # Keys are in the state; the one given here is not used.
         noisy, state = jax.lax.scan(stream(key).update, _join(updates), state)
         return _separate(noisy, updates), state

@@ -593,7 +593,7 @@ def plan_runs(
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
-    _check_trainable(train_step, params)
+    check_trainable(trainable_part(params, train_step._mask))
     _warn_of_unused(train_step, params, private.arrays)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
@@ -860,27 +860,28 @@ def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> Non
     layers stay what they are: what is in `params` gets noise. The gradient is read as a program;
     one that is zero for another reason than a missing dependence is not noticed.
     """
-    gradient = jax.grad(with_key(train_step.loss_fn), allow_int=True)
-    program = jax.make_jaxpr(gradient)(params, example_of(arrays), jax.random.key(0)).jaxpr
-    sources = {id(out): equation for equation in program.eqns for out in equation.outvars}
+    loss_fn = with_key(train_step.loss_fn)
+    part = trainable_part(params, train_step._mask)
+
+    def loss_of_part(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
+        return loss_fn(merge(part, params), example, key)
+
+    traced = jax.make_jaxpr(jax.grad(loss_of_part))(part, example_of(arrays), jax.random.key(0))
+    sources = {id(out): equation for equation in traced.eqns for out in equation.outvars}
 
     def is_zero(atom: Any) -> bool:
         if isinstance(atom, Literal):
-            # Of type float0 where the parameter is an integer, and then frozen.
-            return atom.aval.dtype != jax.dtypes.float0 and bool(np.all(atom.val == 0))
+            return bool(np.all(atom.val == 0))
         equation = sources.get(id(atom))
         if equation is None or equation.primitive.name != "broadcast_in_dim":
             return False
         return is_zero(equation.invars[0])
 
-    with_gradient = jax.tree.unflatten(
-        jax.tree.structure(params), [not is_zero(atom) for atom in program.outvars]
-    )
-    part = trainable_part(with_gradient, train_step._mask)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
     unused = [
         f"params{jax.tree_util.keystr(path)}"
-        for path, is_used in jax.tree_util.tree_leaves_with_path(part)
-        if not is_used
+        for path, gradient in zip(paths, traced.jaxpr.outvars, strict=True)
+        if is_zero(gradient)
     ]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
@@ -891,8 +892,9 @@ def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> Non
         )
 
 
-def _check_trainable(train_step: TrainStep, params: Params) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trainable_part(params, train_step._mask)):
+def check_trainable(part: PyTree) -> None:
+    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"trainable parameters must be floating point, got {leaf.dtype} at "

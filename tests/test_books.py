@@ -189,6 +189,10 @@ class TestUsersWithACheckpoint:
             ({"public": clients([tools.features(2)], mirrordp.PublicClients)}, "public data"),
             ({"loss": lambda p, x: 2 * tools.squared_distance(p, x)}, "loss_fn"),
             ({"seed": 4}, "seed"),
+            # Other shapes are another program, which need not round alike.
+            ({"private": clients(max_examples_per_user=test_federated.BOUND + 1)},
+             "max_examples_per_user"),
+            ({"stream": False}, "stream"),
         ],
     )  # fmt: skip
     def test_another_run(self, tmp_path, options, named):

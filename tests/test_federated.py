@@ -169,6 +169,14 @@ class TestClientData:
             ),
             (lambda: PrivateClients.from_rows(np.ones(3), [1, 2]), "owner of each row"),
             (lambda: PrivateClients.from_rows(np.ones(2), [1, 2], users=[1]), "among them"),
+            # A name that comes again would give the rows of one user to another.
+            (
+                lambda: PrivateClients.from_rows(np.ones(2), ["a", "a"], users=["a", "a", "b"]),
+                "list every user once",
+            ),
+            (lambda: PrivateClients.from_rows(np.ones(3), ["a", None, "b"]), "1 rows whose user"),
+            (lambda: PrivateClients.from_rows(np.ones(3), ["a", np.nan, "b"]), "1 rows whose user"),
+            (lambda: PrivateClients.from_rows(np.ones(2), np.array([np.nan, 3])), "is None or NaN"),
             (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
             (lambda: PrivateClients(np.ones(3), np.array([3]), None, 2), "may own 0 to 2 rows"),
         ],
@@ -190,6 +198,12 @@ class TestClientData:
         np.testing.assert_array_equal(made.num_examples, [0, 2, 0])
         with pytest.raises(TypeError, match=r"same kind of numbers, got .* for user 2"):
             PrivateClients.from_users([none, numbers, np.array([0.5])])
+
+    def test_a_number_and_its_text_are_one_name(self):
+        public = clients([rows(2, 9)], PublicClients, ids=["3"])
+        with pytest.warns(mirrordp.UnprotectedWarning):
+            mask = mirrordp.data.excluded_users(clients(ids=range(USERS)), public)
+        assert np.flatnonzero(mask).tolist() == [3]
 
     def test_a_user_on_both_sides_is_dropped_or_refused(self):
         names = [f"user {number}" for number in range(USERS)]
@@ -381,11 +395,14 @@ class TestRound:
         assert np.linalg.norm(made[0]) == pytest.approx(7 * CLIP, rel=1e-3)
 
     def test_momentum_is_the_servers_default(self):
-        state, _ = tools.last(run(optimizer=None, num_rounds=1))
-        direct = sums()[0] / 5
-        np.testing.assert_allclose(state.params, 1 - direct, atol=1e-5)
-        two, _ = tools.last(run(optimizer=None, num_rounds=1, alpha=[1.0]))
-        np.testing.assert_allclose(two.params, state.params)
+        default, stated, without = (
+            np.asarray(tools.last(run(optimizer=optimizer))[0].params)
+            for optimizer in (None, optax.sgd(1.0, momentum=0.9), optax.sgd(1.0))
+        )
+        np.testing.assert_array_equal(default, stated)
+        assert np.abs(default - without).max() > 0.05
+        first, _ = tools.last(run(optimizer=None, num_rounds=1))
+        np.testing.assert_allclose(first.params, 1 - sums()[0] / 5, atol=1e-5)
 
     def test_public_users_and_public_rows(self):
         """At α = 0 the update is the public side alone; a plain table gives ∇Ψ."""
@@ -394,6 +411,11 @@ class TestRound:
         assert 0 < np.linalg.norm(state.opt_state[1][0]) <= CLIP
         state, _ = tools.last(run(public=PUBLIC.examples, alpha=0.0, num_rounds=1))
         np.testing.assert_allclose(state.opt_state[1][0], 1 - PUBLIC.arrays.mean(axis=0), atol=1e-6)
+
+    def test_public_users_weigh_alike_however_they_are_laid_out(self):
+        """Three users in passes of two: the empty place weighs nothing."""
+        in_twos, in_one = (sums(public=PUBLIC, alpha=0.0, users_per_pass=n) for n in (2, 3))
+        np.testing.assert_allclose(in_twos, in_one, atol=1e-5)
 
     def test_some_public_users_per_round(self):
         few = sums(public=PUBLIC, alpha=0.0, public_batch_size=1)
@@ -614,6 +636,27 @@ class TestEdges:
         np.testing.assert_allclose(
             sums(clients([x]), mechanism=EVERYONE)[0], 0.3 * (1 - x[0]), atol=1e-6
         )
+
+    @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
+    def test_parameters_are_real_floats(self, dtype):
+        """Noise is real: the imaginary part of a complex sum would be released without any."""
+        options = {
+            "loss": lambda p, x: jnp.sum(jnp.abs(p["w"] - x) ** 2),
+            "start": {"w": jnp.ones(3, dtype)},
+            "ledger": (ledger := mirrordp.Ledger(Adjacency.ZERO_OUT)),
+            "mechanism": mechanism(noise_multiplier=1.0),
+        }
+        with pytest.raises(TypeError, match=r"must be floating point, got .* at params\['w'\]"):
+            run(**options)
+        step = federated.FederatedStep(
+            loss_fn=options["loss"],
+            mechanism=options["mechanism"],
+            optimizer=federated.server_sgd(),
+            client_learning_rate=0.1,
+        )
+        with pytest.raises(TypeError, match="must be floating point"):
+            step.init(options["start"], jax.random.key(0))
+        assert mechanism().event_between(0, 0) == ledger.event
 
     def test_accounting_is_the_same_whatever_the_data(self):
         noisy = mechanism(noise_multiplier=1.0)

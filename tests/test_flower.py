@@ -707,6 +707,18 @@ def test_local_sgd_is_the_local_update():
     np.testing.assert_array_equal(wide(nothing), wide(PARAMS))
 
 
+def test_local_sgd_uses_at_most_so_many_rows():
+    """Each row of its own axis: what has moved tells which rows were used."""
+    train = flower.local_sgd(lambda w, x: -x @ w, learning_rate=1.0, batch_size=1, max_examples=4)
+    moved = [np.asarray(train(jnp.zeros(9), np.eye(9, dtype=np.float32))) for _ in range(20)]
+    assert {float(w.sum()) for w in moved} == {4.0}
+    assert len({tuple(w) for w in moved}) > 1
+    few = train(jnp.zeros(9), np.eye(9, dtype=np.float32)[:3])
+    np.testing.assert_array_equal(few, [1] * 3 + [0] * 6)
+    with pytest.raises(ValueError, match="max_examples must be a positive integer"):
+        flower.local_sgd(loss_fn, learning_rate=0.1, max_examples=0)
+
+
 def test_one_broken_reply_does_not_cost_the_others_theirs():
     class Broken(FakeGrid):
         def pull_messages(self, message_ids):

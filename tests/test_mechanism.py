@@ -230,6 +230,12 @@ class TestLargeDelta:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize("clip", [1e-37, 1e39])
+    def test_clip_norms_at_the_ends_of_float32(self, clip):
+        """At C = 1e-37 and small multipliers the noise is zero in float32, the sums are not."""
+        with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
+            tools.mechanism(l2_clip_norm=clip)
+
     @pytest.mark.parametrize("name", ["l2_clip_norm"])
     @pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf])
     def test_positive(self, name, bad):

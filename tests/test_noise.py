@@ -45,6 +45,13 @@ class TestGaussian:
         assert_scale(samples[:, :1000], stddev)
         assert_scale(samples[:, 1000:], stddev)
 
+    @pytest.mark.parametrize("noise", [GaussianNoise(), BandedNoise(COEFFICIENTS)], ids=str)
+    def test_complex_sums_are_refused(self, noise):
+        """Real noise leaves the imaginary part as it was."""
+        privatizer = noise.privatizer(1.0, jax.random.key(0))
+        with pytest.raises(TypeError, match="expected real sums, got complex64"):
+            privatizer.update(jnp.ones(3, jnp.complex64), privatizer.init(jnp.ones(3)))
+
     def test_is_normal(self):
         samples = stream(GaussianNoise(), 1.0, 20)
         assert statistical.accepts_normal(samples, 1.0)

@@ -121,11 +121,9 @@ class TestPrepare:
     def test_overflow_warns(self, tsv):
         with pytest.warns(mirrordp.UnprotectedWarning, match="sentences of private users"):
             made = data.prepare(tsv, overflow=True, test_data=tsv)
-        assert len(made.public) == 2
-        assert {name.removeprefix("overflow of ") for name in made.public.ids} == {
-            "user 38",
-            "user 39",
-        }
+        authors = {name.removeprefix("overflow of ") for name in made.public.ids}
+        assert authors == {"user 38", "user 39"} & set(made.private.ids)
+        assert authors
         assert any("above 256" in line for line in made.facts["not_covered"])
 
     def test_overflow_shares_no_sentence_with_private_rows(self, tmp_path):
@@ -149,6 +147,16 @@ class TestPrepare:
         assert not public & private
         # Nor is it test data: test users are set aside first, with all that they wrote.
         assert not public & {tuple(row) for row in made.test.tolist()}
+
+    def test_overflow_is_of_private_users_alone(self, tmp_path):
+        """What users wrote who choose the settings is not learned from either."""
+        path = tmp_path / "long.tsv"
+        path.write_text("".join(f"user {n}\ta {n}\n" for n in range(20) for _ in range(260)))
+        with pytest.warns(mirrordp.UnprotectedWarning):
+            made = data.prepare(path, overflow=True, validation_fraction=0.5)
+        authors = {name.removeprefix("overflow of ") for name in made.public.ids}
+        assert authors == set(made.private.ids)
+        assert made.facts["validation_users"] == len(authors) == 9
 
     def test_rows(self):
         vocabulary = {"cat": 4, "sat": 5}

@@ -274,11 +274,21 @@ def prepare(
     if test_data is None:
         num_test = round(test_fraction * len(kept))
         test, kept = kept[:num_test], kept[num_test:]
-        inside = {name for name, _ in kept}
-        over = [user for user in over if user[0].removeprefix("overflow of ") in inside]
     else:
         test = [(name, cut(name, sentences, seed)[0]) for name, sentences in read(test_data)]
+    public = []
+    if public_data is not None and not overflow:
+        held_out = [(name, cut(name, sentences, seed)[0]) for name, sentences in read(public_data)]
+        held_out.sort(key=lambda user: _rank(user[0], "split", seed))
+        public = held_out[:num_public_users]
+    elif not overflow:
+        public, kept = kept[:num_public_users], kept[num_public_users:]
+    num_validation = round(validation_fraction * len(kept))
+    validation, private = kept[:num_validation], kept[num_validation:]
     if overflow:
+        # Nobody who judges, be it a test or a validation user, may have taught.
+        inside = {f"overflow of {name}" for name, _ in private}
+        over = [user for user in over if user[0] in inside]
         over.sort(key=lambda user: _rank(user[0], "split", seed))
         public = over[:num_public_users]
         not_covered.append(
@@ -291,14 +301,6 @@ def prepare(
             UnprotectedWarning,
             stacklevel=2,
         )
-    elif public_data is not None:
-        held_out = [(name, cut(name, sentences, seed)[0]) for name, sentences in read(public_data)]
-        held_out.sort(key=lambda user: _rank(user[0], "split", seed))
-        public = held_out[:num_public_users]
-    else:
-        public, kept = kept[:num_public_users], kept[num_public_users:]
-    num_validation = round(validation_fraction * len(kept))
-    validation, private = kept[:num_validation], kept[num_validation:]
     parts = {"test": test, "public": public, "validation": validation, "private": private}
     empty = [name for name, users in parts.items() if not users]
     if empty:

@@ -749,6 +749,7 @@ def local_sgd(
     learning_rate: float,
     batch_size: int = 16,
     epochs: int = 1,
+    max_examples: int = 256,
     trainable: PyTree | None = None,
 ) -> Callable[[Params, Any], Params]:
     """`(params, rows) -> params` by the local SGD of the paper; see `federated.local_update`.
@@ -758,9 +759,10 @@ def local_sgd(
         learning_rate: η.
         batch_size: rows of a local batch.
         epochs: how often each row is used.
+        max_examples: a user with more rows uses so many of them, others in every round.
         trainable: a tree of booleans over the parameters (or a prefix of it).
     """
-
+    _validate.positive_integer(batch_size=batch_size, epochs=epochs, max_examples=max_examples)
     update = jax.jit(
         functools.partial(
             local_update,
@@ -777,6 +779,9 @@ def local_sgd(
         num_rows = len(jax.tree.leaves(rows)[0])
         if num_rows == 0:
             return params
+        if num_rows > max_examples:
+            kept = np.random.default_rng().choice(num_rows, max_examples, replace=False)
+            rows, num_rows = jax.tree.map(lambda leaf: np.asarray(leaf)[kept], rows), max_examples
         delta, _ = update(params, rows, num_rows, jax.random.key(secrets.randbits(32)))
         part = jax.tree.map(lambda old, d: old - d, trainable_part(params, trainable), delta)
         return merge(part, params)
