@@ -918,9 +918,11 @@ def _fit(arguments: argparse.Namespace) -> int:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
-    for name in ("test_rmse", "test_loss", "test_accuracy"):
-        if name in report.results:
-            print(f"On test rows: {name.removeprefix('test_')} {report.results[name]:.4g}.")
+    for name in ("rmse", "loss", "accuracy"):
+        if f"test_{name}" in report.results:
+            baseline = report.results.get(f"baseline_{name}")
+            guess = "" if baseline is None else f" (without features: {baseline:.4g})"
+            print(f"On test rows: {name} {report.results[f'test_{name}']:.4g}{guess}.")
     print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
     return 0

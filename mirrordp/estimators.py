@@ -183,7 +183,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Args:
             X: private features, shape (n, d). Each row is one unit of protection.
             y: private targets, n of them.
-            X_public: public features, shape (n_pub, d): everything about them may be learned.
+            X_public: public features, shape (n_pub, d): everything about them may be learned. The
+                steps of a `Pipeline` do not transform them; fit those on public rows and give the
+                estimator both tables transformed.
             y_public: public targets.
             counts: a mask of the private rows that take part, decided row by row; the others (such
                 as rows without a target) stay in n and contribute exactly zero. Default: all.
@@ -203,6 +205,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         X, y = self._validated(X, y, public=False)
         if X_public is not None:
             X_public, y_public = self._validated(X_public, y_public, public=True)
+            used = slice(None) if counts is None else _mask(counts, len(X))
+            self._compare(X, y[used], X_public, y_public)
         problem = self._encode(y, y_public)
         if counts is not None:
             problem = problem.without(~_mask(counts, len(X)))
@@ -336,6 +340,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         try:
             X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
         except ValueError as error:
+            if public and "feature names should match" in str(error):
+                raise ValueError(
+                    "X_public must have the columns of X in the same order, got others. "
+                    "Pass X_public[X.columns]."
+                ) from None
             if "could not convert" not in str(error):
                 raise
             # The original message quotes the value.
@@ -352,6 +361,28 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if y.dtype.kind == "f":
             _refuse_non_finite(f"y{suffix}", y, remark)
         return X, y
+
+    def _compare(
+        self, X: np.ndarray, y: np.ndarray, X_public: np.ndarray, y_public: np.ndarray
+    ) -> None:
+        """Tells the operator of columns whose private values are mostly beyond the public range.
+
+        Scales come from public rows. Where a pipeline has scaled private rows only, or units
+        differ, a model comes out all the same, and a poor one.
+        """
+        found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
+        kinds = y.dtype.kind + y_public.dtype.kind
+        if isinstance(self, RegressorMixin) and len(y) and set(kinds) <= set("fiu"):
+            found += ["y"] if _mostly_beyond(y, y_public) else []
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            warnings.warn(
+                f"{UNPROTECTED} most private values are beyond the range of public ones in "
+                f"{', '.join(found[:5])}{more}. Give both tables the same units: a Pipeline "
+                "transforms X, but not X_public.",
+                UnprotectedWarning,
+                stacklevel=3,
+            )
 
     def _mechanism(self, num_private: int, settings: Settings, noise: Noise) -> Mechanism:
         return Mechanism.calibrate(
@@ -488,6 +519,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)
         return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+
+
+def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
+    """Of which columns more than half of the private values are beyond the public range.
+
+    Columns that are constant on public rows do not matter: they are left out.
+    """
+    low, high = public.min(axis=0), public.max(axis=0)
+    return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
 
 
 def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:

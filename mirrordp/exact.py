@@ -24,6 +24,7 @@ from jax.flatten_util import ravel_pytree
 from mirrordp import _validate, theory
 from mirrordp.accounting import Adjacency
 from mirrordp.averages import UniformAverage
+from mirrordp.budget import Budget
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
@@ -76,6 +77,7 @@ def algorithm_1(
     public: PublicData | None = None,
     seed: int | None = None,
     ledger: Ledger | None = None,
+    budget: Budget | None = None,
 ) -> Algorithm1Result:
     """Runs Algorithm 1 for all the steps that the mechanism was made for.
 
@@ -93,6 +95,7 @@ def algorithm_1(
         public: if given, private rows that equal one of these rows contribute nothing.
         seed: makes the run reproducible and therefore not for release.
         ledger: where to charge.
+        budget: charge to a budget that spans runs instead, as in `mirrordp.train`.
 
     Raises:
         ValueError: if θ_0 cannot be found; nothing is spent then.
@@ -101,6 +104,13 @@ def algorithm_1(
         RuntimeWarning: if a mirror step did not converge.
     """
     _validate.instance_of(MirrorMap, "Use QuadraticMap.from_data(...).", mirror_map=mirror_map)
+    template = jnp.zeros(mirror_map.num_params) if like is None else like
+    flat, unravel = ravel_pytree(template)
+    if len(flat) != mirror_map.num_params:
+        raise ValueError(
+            f"like must have as many numbers as the mirror map, {mirror_map.num_params}, got "
+            f"{len(flat)}. Make the map on the raveled parameters."
+        )
     constraint = WholeSpace() if constraint is None else constraint
     minimum = mirror_map.minimizer(constraint)
     if not bool(minimum.converged):
@@ -109,8 +119,6 @@ def algorithm_1(
             f"after {int(minimum.num_iterations)} iterations. Add a ridge, or raise "
             "max_iterations; nothing was spent."
         )
-    template = jnp.zeros(mirror_map.num_params) if like is None else like
-    flat, unravel = ravel_pytree(template)
     start = unravel(minimum.params.astype(flat.dtype))
     make = accelerated_mirror_descent if accelerated else mirror_descent
     *_, (state, info) = train(
@@ -123,6 +131,7 @@ def algorithm_1(
         average=UniformAverage(),
         seed=seed,
         ledger=ledger,
+        budget=budget,
     )
     converged = bool(state.opt_state.converged)
     if not converged:

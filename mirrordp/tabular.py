@@ -330,7 +330,7 @@ def fit_files(
         title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
     )
     if rows_to_judge_by is not None:
-        judged = _judged(task, estimator, *rows_to_judge_by)
+        judged = _judged(task, estimator, *rows_to_judge_by, known.target[usable])
         report = dataclasses.replace(report, results={**report.results, **judged})
     model = TableModel(
         task=task,
@@ -361,8 +361,14 @@ def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.n
     return rows.features[~rows.unusable], rows.target[~rows.unusable]
 
 
-def _judged(task: str, estimator: Any, x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """How well released coefficients do on rows that need no protection."""
+def _judged(
+    task: str, estimator: Any, x: np.ndarray, y: np.ndarray, y_public: np.ndarray
+) -> dict[str, float]:
+    """How well released coefficients do on rows that need no protection.
+
+    `baseline_...` is the same of a guess that looks at no feature: the commonest public class, or
+    the public mean.
+    """
     predicted = estimator.predict(x)
     found = {"test_rows": len(x)}
     if task == "classification":
@@ -370,8 +376,16 @@ def _judged(task: str, estimator: Any, x: np.ndarray, y: np.ndarray) -> dict[str
             np.arange(len(x)), np.searchsorted(estimator.classes_, y)
         ]
         loss = -float(np.mean(np.log(np.maximum(shares, 1e-15))))
-        return found | {"test_loss": loss, "test_accuracy": float(np.mean(predicted == y))}
-    return found | {"test_rmse": float(np.sqrt(np.mean((predicted - y) ** 2)))}
+        guess = np.bincount(y_public).argmax()
+        return found | {
+            "test_loss": loss,
+            "test_accuracy": float(np.mean(predicted == y)),
+            "baseline_accuracy": float(np.mean(y == guess)),
+        }
+    return found | {
+        "test_rmse": float(np.sqrt(np.mean((predicted - y) ** 2))),
+        "baseline_rmse": float(np.sqrt(np.mean((y - y_public.mean()) ** 2))),
+    }
 
 
 def _adjacency_of(budget: Budget) -> Adjacency:

@@ -15,6 +15,8 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
@@ -591,6 +594,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     check_trainable(trainable_part(params, train_step._mask))
+    _warn_of_unused(train_step, params, private.arrays)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -716,13 +720,17 @@ def prepared_blocks(
     starts = plan.starts[begin // plan.steps_per_call :]
     if not starts:
         return
-    with ThreadPoolExecutor(max_workers=1) as executor:
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
         upcoming = executor.submit(prepare, begin)
         for start in starts:
             calls = upcoming.result()
             if start + plan.steps_per_call < plan.alphas.shape[1]:
                 upcoming = executor.submit(prepare, start + plan.steps_per_call)
             yield start, calls
+    finally:
+        # A run that was left unfinished may end with the interpreter, when no thread can be joined.
+        executor.shutdown(wait=not sys.is_finalizing())
 
 
 def pack(
@@ -826,12 +834,61 @@ def example_of(arrays: Batch) -> PyTree:
 
 def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
-    result = jax.eval_shape(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
+    example = example_of(arrays)
+    try:
+        result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
+    except Exception as error:
+        # Most often the loss was written for a batch, and what JAX says of that is no help.
+        shapes = jax.tree.map(lambda leaf: leaf.shape, (params, example))
+        error.add_note(
+            f"mirrordp called {name}(params, example) for a single example, without a batch axis; "
+            "the shapes of params and example were {} and {}.".format(*shapes)
+        )
+        raise
     if getattr(result, "shape", None) != ():
         raise ValueError(
             f"{name}(params, example) must return one scalar for one example, got "
             f"{jax.tree.map(lambda leaf: leaf.shape, result)}. It sees a single example, without a "
             "batch axis."
+        )
+
+
+def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> None:
+    """Warns of trainable parameters that the loss has no gradient in: noise alone moves them.
+
+    `stop_gradient` freezes no parameter here, and neither do running averages of normalisation
+    layers stay what they are: what is in `params` gets noise. The gradient is read as a program;
+    one that is zero for another reason than a missing dependence is not noticed.
+    """
+    loss_fn = with_key(train_step.loss_fn)
+    part = trainable_part(params, train_step._mask)
+
+    def loss_of_part(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
+        return loss_fn(merge(part, params), example, key)
+
+    traced = jax.make_jaxpr(jax.grad(loss_of_part))(part, example_of(arrays), jax.random.key(0))
+    sources = {id(out): equation for equation in traced.eqns for out in equation.outvars}
+
+    def is_zero(atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            return bool(np.all(atom.val == 0))
+        equation = sources.get(id(atom))
+        if equation is None or equation.primitive.name != "broadcast_in_dim":
+            return False
+        return is_zero(equation.invars[0])
+
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
+    unused = [
+        f"params{jax.tree_util.keystr(path)}"
+        for path, gradient in zip(paths, traced.jaxpr.outvars, strict=True)
+        if is_zero(gradient)
+    ]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        warnings.warn(
+            f"the loss has no gradient in {', '.join(unused[:5])}{more}: noise alone will move it. "
+            "Exclude it with trainable=, or keep it out of params.",
+            stacklevel=4,
         )
 
 

@@ -455,7 +455,7 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
     }
     test = make_table(tmp_path / "test.csv", 50, 2, task=task)
     assert cli.main(fit_options(files, task, test=test, seed=0)) == 0
-    assert "On test rows" in capsys.readouterr().out
+    assert "(without features: " in capsys.readouterr().out.split("On test rows", 1)[1]
     results = json.loads((files["out"] / "report.json").read_text())["results"]
     assert names <= set(results)
     assert results["test_rows"] == 50
@@ -467,6 +467,9 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
     if task == "classification":
         right = np.mean([a == b for a, b in zip(columns["y"], columns["prediction"], strict=True)])
         assert results["test_accuracy"] == pytest.approx(right)
+        known = read_table(files["public"]).columns["y"]
+        guess = max(sorted(set(known)), key=known.count)
+        assert results["baseline_accuracy"] == pytest.approx(columns["y"].count(guess) / 50)
         shares = [
             float(columns[f"probability of {label}"][row]) for row, label in enumerate(columns["y"])
         ]
@@ -474,6 +477,9 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
     else:
         gaps = np.array(columns["y"], float) - np.array(columns["prediction"], float)
         assert results["test_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
+        mean = np.mean([float(cell) for cell in read_table(files["public"]).columns["y"] if cell])
+        gaps = np.array(columns["y"], float) - mean
+        assert results["baseline_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
 
 
 @pytest.mark.parametrize("test", ["private", "copy", "none"])

@@ -721,6 +721,35 @@ class TestMistakes:
             with pytest.raises(ValueError, match="y_public must be finite"):
                 estimator().fit(x, y, x, gaps)
 
+    def test_other_units_than_on_public_rows_are_mentioned(self, task):
+        """As in a Pipeline, whose steps transform X and leave X_public as it is."""
+        estimator = TASKS[task](random_state=0)
+        x, y = draw(task, 200)
+        x_public, y_public = draw(task, 60, seed=1)
+        x[:, 1] += 100
+        with pytest.warns(UnprotectedWarning, match="beyond .* in column 1. Give both") as caught:
+            estimator.fit(x, y, x_public, y_public)
+        assert str(caught[0].message).startswith(UNPROTECTED)
+
+    def test_another_unit_of_the_target_is_mentioned(self):
+        x, y = draw("regression", 200)
+        x_public, y_public = draw("regression", 60, seed=1)
+        with pytest.warns(UnprotectedWarning, match="public ones in y"):
+            PrivateLinearRegression(random_state=0).fit(x, y + 1000, x_public, y_public)
+        unusable = np.arange(200) < 150  # such as rows without a target, which have a zero there
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PrivateLinearRegression(random_state=0).fit(
+                x, np.where(unusable, -99, y), x_public, y_public, counts=~unusable
+            )
+
+    def test_public_columns_in_another_order(self):
+        pandas = pytest.importorskip("pandas")
+        x, y = draw("regression", 60)
+        frame = pandas.DataFrame(x).rename(columns=str)
+        with pytest.raises(ValueError, match=r"Pass X_public\[X.columns\]"):
+            PrivateLinearRegression().fit(frame, y, frame[frame.columns[::-1]], y)
+
     def test_without_public_rows_or_bounds_there_is_a_warning(self, task):
         x, y = draw(task, 50)
         with pytest.warns(UserWarning, match="nothing is scaled"):

@@ -260,6 +260,25 @@ class TestWhatGoesWrong:
         with pytest.raises(ValueError, match="4 parameters, got a tree of 5"):
             optimizer.init(jnp.ones(5))
 
+    def test_a_tree_of_another_size_than_the_map(self, private):
+        with pytest.raises(ValueError, match=r"like must have .* the mirror map, 4, got 5"):
+            exact.algorithm_1(
+                tree_loss, private, EuclideanMap(WIDTH), mechanism=full_batch(), learning_rate=0.1,
+                like=TREE,
+            )  # fmt: skip
+
+    def test_charges_a_budget(self, private, tmp_path):
+        mechanism = full_batch(num_steps=2, noise_multiplier=20.0)
+        folder = tmp_path / "budget"
+        with mirrordp.Budget.create(folder, epsilon=0.5, delta=1e-3, data=private) as budget:
+            for runs in (1, 2):
+                exact.algorithm_1(
+                    squared_error, private, EuclideanMap(WIDTH), mechanism=mechanism,
+                    learning_rate=0.1, budget=budget,
+                )  # fmt: skip
+                assert budget.status.runs == runs
+            assert budget.status.used > 0
+
     @pytest.mark.parametrize("learning_rate", [0.0, -1.0, np.nan])
     def test_learning_rates_are_positive(self, learning_rate):
         with pytest.raises(ValueError, match="learning_rate"):

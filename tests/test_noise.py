@@ -105,6 +105,31 @@ class TestGaussian:
         assert noisy.dtype == jnp.float32
         assert len(np.unique(noisy)) > 990
 
+    @pytest.mark.parametrize("noise", [GaussianNoise(), BandedNoise(COEFFICIENTS)])
+    def test_small_leaves_share_one_draw(self, noise):
+        """A kernel for each leaf made a small network take half a minute to compile on a CPU."""
+        tree = [jnp.zeros((3, size)) for size in range(1, 9)]
+        privatizer = noise.privatizer(1.0, jax.random.key(0))
+        program = jax.make_jaxpr(privatizer.update)(tree, privatizer.init(tree))
+        assert str(program).count(" erf_inv ") == 1
+
+    def test_every_leaf_gets_its_own_back(self, monkeypatch):
+        monkeypatch.setattr("mirrordp.noise._LARGE_LEAF", 50)
+        shapes = {"a": (3, 4), "large": (60, 2), "b": (), "empty": (0, 3), "c": (5,)}
+        sums = {name: jnp.full(shape, 10.0 + i) for i, (name, shape) in enumerate(shapes.items())}
+        sums |= {"half": jnp.full((2, 2), 20, jnp.bfloat16), "also": jnp.full(3, 30, jnp.bfloat16)}
+        privatizer = GaussianNoise().privatizer(1e-3, jax.random.key(0))
+        noisy, _ = privatizer.update(sums, privatizer.init(sums))
+        assert jax.tree.map(jnp.shape, noisy) == jax.tree.map(jnp.shape, sums)
+        for name, leaf in noisy.items():
+            assert leaf.dtype == sums[name].dtype
+            tolerance = 0.2 if leaf.dtype == jnp.bfloat16 else 0.01
+            np.testing.assert_allclose(np.float32(leaf), np.float32(sums[name]), atol=tolerance)
+        zeros = jax.tree.map(jnp.zeros_like, {name: sums[name] for name in shapes})
+        drawn, _ = privatizer.update(zeros, privatizer.init(zeros))
+        drawn = np.concatenate([np.ravel(leaf) for leaf in drawn.values()])
+        assert len(np.unique(drawn)) == len(drawn) == 138  # no two coordinates share their noise
+
     def test_double_precision(self):
         with jax.enable_x64(True):
             privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))

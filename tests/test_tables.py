@@ -282,6 +282,8 @@ def test_counts_are_whole_and_not_negative(tmp_path):
         ("x,y\n1,1\n2,2\n", {"ignore": ["z"]}, "expected column 'z'"),
         ("x,y\n1,1\n2,2\n", {"ignore": ["y"]}, "target 'y' to be neither"),
         ("x,y\n1,1\n2,2\n", {"task": "ranking"}, "got 'ranking'"),
+        ("x;y\n1,5;1\n2;2\n-,25;3\n", {}, "decimal point in column 'x' .* got '1,5'"),
+        ("x;y\n1;1,5\n2;2\n", {}, "decimal point in column 'y'"),
     ],
 )
 def test_public_tables_that_do_not_fit_the_task(tmp_path, text, options, words):
@@ -327,6 +329,31 @@ def test_single_cells_of_another_type_count_as_missing(tmp_path):
     np.testing.assert_array_equal(encoded.features[3], encoded.features[0])
     with pytest.warns(UserWarning, match="counts as missing") as caught:
         encode(found, tmp_path, f"age,job,income,y\n{rows}old,nurse,2,1\n", private=False)
+    assert UNPROTECTED not in str(caught[0].message)
+
+
+def test_decimal_commas_may_be_codes(tmp_path):
+    text = "x;y\n" + "1,5;1\n" * 3 + "1,6;2\n" * 3
+    (column,) = learn(tmp_path, text, categorical=["x"]).encoding.columns
+    assert column.features == ("x=1,5", "x=1,6")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("3500,nurse,2,1", "3 of 4 filled cells of column 'age' .* beyond the range .* units"),
+        ("35,Nurse,2,1", "3 of 3 filled cells of column 'job' .* none of .* spelling"),
+    ],
+)
+def test_columns_beyond_what_the_public_table_has_are_mentioned(tmp_path, row, words):
+    """They are clamped or have no feature: a model of other units looks as if all was well."""
+    found = learn(tmp_path).encoding
+    rows = "age,job,income,y\n" + f"{row}\n" * 3 + "30,,,\n"
+    with pytest.warns(UnprotectedWarning, match=words) as caught:
+        encode(found, tmp_path, rows)
+    assert [UNPROTECTED in str(each.message) for each in caught] == [True]
+    with pytest.warns(UserWarning, match=words) as caught:
+        encode(found, tmp_path, rows, private=False)
     assert UNPROTECTED not in str(caught[0].message)
 
 

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 import warnings
 from typing import ClassVar
 
@@ -42,6 +44,14 @@ def bits(tree):
 
 
 FULL = functools.partial(mechanism, sampling=mirrordp.FullBatch.of(40), noise_multiplier=0.0)
+
+
+def test_a_run_left_unfinished_ends_quietly_with_the_interpreter():
+    script = (
+        "from tests.test_training import run\nunfinished = run(num_steps=10)\nnext(unfinished)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestFormula:
@@ -648,6 +658,27 @@ class TestBadInput:
             public_loss_fn=lambda p, x: p * x,
             alpha=0.5,
         )
+
+    def test_a_loss_of_a_batch_is_told_that_it_sees_one_example(self):
+        with pytest.raises(IndexError) as caught:
+            run(loss=lambda params, batch: jnp.mean((batch[:, 0] - params[0]) ** 2))
+        notes = "\n".join(caught.value.__notes__)  # JAX adds one of its own
+        assert "single example, without a batch axis" in notes
+        assert "(3,) and (3,)" in notes
+
+    def test_parameters_that_only_noise_would_move(self):
+        """A body behind `stop_gradient`, or running averages, would be destroyed silently."""
+        params = {"body": THETA, "head": THETA, "more": {"scalar": jnp.ones(())}}
+
+        @jax.jit
+        def loss(params, x):
+            return tools.squared_distance(params["head"] * jax.lax.stop_gradient(params["body"]), x)
+
+        with pytest.warns(UserWarning, match=r"no gradient in params\['body'\], .*'scalar'\]:"):
+            run(loss=loss, params=params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(loss=loss, params=params, trainable={"body": False, "head": True, "more": False})
 
     def test_a_public_loss_that_does_not_fit_the_public_rows(self):
         self.refuse(

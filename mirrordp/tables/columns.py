@@ -6,6 +6,7 @@ A cell counts as missing by what it says (`MISSING`), never by what other rows s
 import collections
 import dataclasses
 import math
+import re
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +15,14 @@ from mirrordp.tables.files import Cells
 
 MISSING = frozenset({"", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null"})
 """Cells, spaces around them removed, that count as missing."""
+
+
+_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
+
+
+def has_decimal_comma(cell: str) -> bool:
+    """Whether a cell reads like a number with a comma where `float` wants a point."""
+    return _DECIMAL_COMMA.fullmatch(cell) is not None
 
 
 def number(cell: str) -> float | None:
@@ -72,10 +81,17 @@ def count_texts(cells: Cells) -> collections.Counter[str]:
 
 @dataclasses.dataclass
 class Tally:
-    """How many filled cells of a column were not of its type, over all batches."""
+    """How many filled cells of a column were not as in the public table, over all batches.
+
+    Attributes:
+        filled: cells that are not missing.
+        wrong: those of another type.
+        unfamiliar: those of the right type beyond the public range, or of no known category.
+    """
 
     filled: int = 0
     wrong: int = 0
+    unfamiliar: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +116,7 @@ class NumberColumn:
         missing = np.isnan(values)
         tally.filled += int(np.count_nonzero(~missing | wrong))
         tally.wrong += int(np.count_nonzero(wrong))
+        tally.unfamiliar += int(np.count_nonzero((values < self.low) | (values > self.high)))
         scaled = (np.clip(values, self.low, self.high) - self.mean) / self.scale
         out[:, 0] = np.where(missing, 0.0, scaled)
         if self.marks_missing:
@@ -135,6 +152,7 @@ class CategoryColumn:
             if text:
                 tally.filled += int(counts[index])
                 tally.wrong += int(counts[index]) if text_only and number(text) is not None else 0
+                tally.unfamiliar += int(counts[index]) if text not in position else 0
         out[:] = rows[which]
 
 

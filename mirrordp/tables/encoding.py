@@ -111,12 +111,31 @@ class TableEncoding:
         return out
 
     def _judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
-        """Refuses a column that is mostly of another type; mentions single cells that are."""
+        """Refuses a column that is mostly of another type; mentions single cells that are.
+
+        Mentions columns, too, of which most cells are beyond what the public table has: another
+        unit or another spelling, usually, of which nothing is left after clamping.
+        """
         kinds = {column.name: column for column in self.columns} | {self.target.name: self.target}
         for name, tally in tallies.items():
+            kind = kinds[name]
+            if isinstance(kind, NumberColumn) and 2 * tally.unfamiliar > tally.filled:
+                which, advice = "beyond the range", "compare the units, or ignore an identifier"
+            # Rare categories are none of the known ones in either table, which is in order.
+            elif isinstance(kind, CategoryColumn) and 10 * tally.unfamiliar > 9 * tally.filled:
+                which, advice = "none of the common categories", "compare the spelling"
+            else:
+                which = advice = ""
+            if which and 2 * tally.wrong <= tally.filled:
+                warnings.warn(
+                    f"{mark(private)}{tally.unfamiliar} of {tally.filled} filled cells of column "
+                    f"{name!r} in {source!r} are {which} of the public table and tell the model "
+                    f"little; {advice}.",
+                    UnprotectedWarning if private else UserWarning,
+                    stacklevel=3,
+                )
             if not tally.wrong:
                 continue
-            kind = kinds[name]
             expected, came, rule = _KINDS[type(kind)]
             if isinstance(kind, NumberTarget) and kind.is_count:
                 expected, came = "whole numbers of at least zero", "other values"

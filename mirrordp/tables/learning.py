@@ -17,6 +17,7 @@ from mirrordp.tables.columns import (
     Target,
     count_texts,
     distinct_texts,
+    has_decimal_comma,
     label_of,
     not_counts,
     number,
@@ -113,6 +114,7 @@ def _learn_target(public: Table, name: str, task: str) -> Target:
         return _learn_classes(public, name)
     values, wrong = numbers(cells)
     if wrong.any():
+        _refuse_decimal_commas(public, name, cells, wrong)
         example = next(itertools.compress(cells, wrong))
         raise TableError(
             f"expected numbers in the target {name!r} for --task {task}, got {example!r} in "
@@ -155,6 +157,17 @@ def _learn_classes(public: Table, name: str) -> ClassTarget:
     return ClassTarget(name, tuple(classes), are_numbers)
 
 
+def _refuse_decimal_commas(public: Table, name: str, cells: Cells, wrong: np.ndarray) -> None:
+    """Such a column would become one of categories, and be left out for having too many."""
+    texts = list(itertools.compress(cells, wrong))
+    if all(map(has_decimal_comma, texts)):
+        raise TableError(
+            f"expected numbers with a decimal point in column {name!r} of {public.source!r}, got "
+            f"{texts[0]!r}; write 1.5 for 1,5 in all files, or ignore the column or declare it "
+            "categorical."
+        )
+
+
 def _learn_column(
     public: Table, name: str, cells: Cells, *, force_categories: bool
 ) -> Column | str:
@@ -170,6 +183,7 @@ def _learn_column(
                 return "constant in the public table"
             marks = len(present) < len(values)
             return NumberColumn(name, float(present.mean()), scale, low, high, marks)
+        _refuse_decimal_commas(public, name, cells, wrong)
         texts = {text for text in distinct_texts(cells)[0] if text}
         if len(texts) > MAX_CATEGORIES and 2 * len(present) > len(present) + wrong.sum():
             example = next(itertools.compress(cells, wrong))
