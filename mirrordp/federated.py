@@ -71,6 +71,7 @@ from mirrordp.training import (
     info_fields,
     randomness,
     shown_arrays,
+    warn_of_unused,
 )
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
@@ -836,6 +837,7 @@ def federated_train(
         )
     check_trainable(trainable_part(params, step._mask))
     check_loss("loss_fn", loss_fn, params, private.arrays)
+    warn_of_unused(loss_fn, params, step._mask, private.arrays, stacklevel=3)
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
     ledger_for(mechanism.adjacency, ledger)

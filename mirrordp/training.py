@@ -594,7 +594,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     check_trainable(trainable_part(params, train_step._mask))
-    _warn_of_unused(train_step, params, private.arrays)
+    warn_of_unused(loss_fn, params, train_step._mask, private.arrays, stacklevel=4)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -853,18 +853,19 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
         )
 
 
-def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> None:
+def warn_of_unused(
+    loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch, *, stacklevel: int
+) -> None:
     """Warns of trainable parameters that the loss has no gradient in: noise alone moves them.
 
     `stop_gradient` freezes no parameter here, and neither do running averages of normalisation
     layers stay what they are: what is in `params` gets noise. The gradient is read as a program;
     one that is zero for another reason than a missing dependence is not noticed.
     """
-    loss_fn = with_key(train_step.loss_fn)
-    part = trainable_part(params, train_step._mask)
+    part = trainable_part(params, mask)
 
     def loss_of_part(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
-        return loss_fn(merge(part, params), example, key)
+        return with_key(loss_fn)(merge(part, params), example, key)
 
     traced = jax.make_jaxpr(jax.grad(loss_of_part))(part, example_of(arrays), jax.random.key(0))
     sources = {id(out): equation for equation in traced.eqns for out in equation.outvars}
@@ -888,7 +889,7 @@ def _warn_of_unused(train_step: TrainStep, params: Params, arrays: Batch) -> Non
         warnings.warn(
             f"the loss has no gradient in {', '.join(unused[:5])}{more}: noise alone will move it. "
             "Exclude it with trainable=, or keep it out of params.",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

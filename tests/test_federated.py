@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import runpy
+import warnings
 from pathlib import Path
 
 import jax
@@ -636,6 +637,17 @@ class TestEdges:
         np.testing.assert_allclose(
             sums(clients([x]), mechanism=EVERYONE)[0], 0.3 * (1 - x[0]), atol=1e-6
         )
+
+    def test_parameters_that_only_noise_would_move(self):
+        def loss(params, x):
+            return jnp.sum((params["head"] * jax.lax.stop_gradient(params["body"]) - x) ** 2)
+
+        start = {"body": jnp.ones(3), "head": jnp.ones(3)}
+        with pytest.warns(UserWarning, match=r"no gradient in params\['body'\]:"):
+            run(loss=loss, start=start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(loss=loss, start=start, trainable={"body": False, "head": True})
 
     @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
     def test_parameters_are_real_floats(self, dtype):
