@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "mirrordp"
 ORDER = (
     "index.md",
     "two-csv-files.md",
+    "networks.md",
     "choosing.md",
     "protection.md",
     "sharp-edges.md",
