@@ -228,19 +228,14 @@ def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> 
     quoted = NONE
     if family != "public-vocabulary" and theirs[0] and theirs[1]:
         quoted = f"{theirs[0].loss - theirs[1].loss:+.4f}"
-    first = {_run_key(line): line for line in found.final(worse)}
-    second = found.final(better)
-    pairs = [(first[key], line) for line in second if (key := _run_key(line)) in first]
+    pairs = _pairs(found.final(worse), found.final(better))
     rows = []
     for lines in _by_data([line for _, line in pairs]):
         matched = [pair for pair in pairs if any(pair[1] is line for line in lines)]
-        cells = []
-        for iterate in ("last", "average"):
-            values = [
-                [line["final"].get(f"{iterate}_test_loss") for line in pair] for pair in matched
-            ]
-            differences = [None if None in pair else pair[0] - pair[1] for pair in values]
-            cells.append(over_seeds(differences, 4, sign="+"))
+        cells = [
+            over_seeds(_differences(matched, f"{iterate}_test_loss"), 4, sign="+")
+            for iterate in ("last", "average")
+        ]
         rows.append(
             [
                 title_of(worse),
@@ -253,6 +248,18 @@ def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> 
             ]
         )
     return rows
+
+
+def _pairs(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Runs of two settings with the same seed and data."""
+    by_key = {_run_key(line): line for line in first}
+    return [(by_key[key], line) for line in second if (key := _run_key(line)) in by_key]
+
+
+def _differences(pairs: Sequence[tuple[Record, Record]], metric: str) -> list[float | None]:
+    """First minus second; None where one of them diverged."""
+    values = [[line["final"].get(metric) for line in pair] for pair in pairs]
+    return [None if None in pair else pair[0] - pair[1] for pair in values]
 
 
 def _starts(pairs: Sequence[tuple[Record, Record]]) -> str:
@@ -348,14 +355,38 @@ def ablations(found: Found) -> str:
     chosen.sort(key=lambda item: order(item[0]))
     own = {place: settings for place, settings in chosen}
 
-    def what(settings: Settings, lines: Sequence[Record]) -> str:
+    def base_of(settings: Settings) -> Settings | None:
         place = Place.of(settings.name)
         if place is None or not place.variant:
-            return "as in the table"
-        base = own.get(dataclasses.replace(place, variant=""))
-        return NONE if base is None else _difference(base, settings)
+            return None
+        return own.get(dataclasses.replace(place, variant=""))
 
-    return _further(found, chosen, what_differs=what)
+    def what(settings: Settings, lines: Sequence[Record]) -> str:
+        base = base_of(settings)
+        return "as in the table" if base is None else _difference(base, settings)
+
+    def change(settings: Settings, lines: Sequence[Record]) -> str:
+        base = base_of(settings)
+        if base is None:
+            return NONE
+        pairs = _pairs(lines, found.final(base))
+        if _same_warm_start(base, settings):
+            pairs = [pair for pair in pairs if results.same_start(*pair)]
+        if not pairs:
+            return NONE
+        return f"{over_seeds(_differences(pairs, 'average_test_loss'), 4, sign='+')} ({len(pairs)})"
+
+    return (
+        "Change in loss: that of the averaged iterate minus that of the table's run with the same "
+        "seed (number of such pairs). Where the ablation leaves the warm start alone, only pairs "
+        "that began at the same one count.\n\n"
+        + _further(found, chosen, what_differs=what, change_in_loss=change)
+    )
+
+
+def _same_warm_start(one: Settings, two: Settings) -> bool:
+    """Whether settings pre-train alike."""
+    return (one.warm_start, one.augment_public) == (two.warm_start, two.augment_public)
 
 
 def _difference(base: Settings, other: Settings) -> str:

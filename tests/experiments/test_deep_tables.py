@@ -179,16 +179,31 @@ def test_further_tables_show_what_differs():
     # K = 2000 epochs of 100 hardly leaves 1; K = 2000 of 9,600 steps has long reached 0.
     assert [row[3] for row in reading] == ["0.997", "0.000"]
     ablations = rows(found["ablations"], "CIFAR-10, σ = 20", "PDA-DPMD")
-    shown = {row[2]: row[5] for row in ablations}
+    shown = {row[2]: row[6] for row in ablations}
     assert shown == {
         "as in the table": "1.0000 ± 0.0000",
         "noise not scaled by α": "1.2000 ± 0.0000",
         "no second clip": "1.3000 ± 0.0000",
         "public images not augmented": "1.4000 ± 0.0000",
     }
+    assert [row[3] for row in ablations if row[2] == "as in the table"] == ["–"]
     text = [line(settings_of("wikitext2/pda-s0.5-plain"), **SAMPLED)]
     what = "no dropout on public text, no average in the warm start"
     assert what in blocks(text)["ablations"]
+
+
+def test_ablations_are_compared_from_the_same_start():
+    names = ("", "-unscaled", "-no-augmentation")
+    base, unscaled, plain = (settings_of(f"cifar10/pda-s20{name}") for name in names)
+    lines = [line(base, 1, loss=1.0), line(base, 2, loss=1.5), line(base, 4, loss=9.0)]
+    lines += [line(unscaled, 1, loss=1.25), line(unscaled, 2, loss=1.5, start=1.4)]
+    # What pre-trains otherwise cannot begin at the same point.
+    lines += [line(plain, 1, loss=1.25, start=1.4), line(plain, 2, loss=2.25, start=1.4)]
+    ablations = rows(blocks(lines)["ablations"], "CIFAR-10, σ = 20", "PDA-DPMD")
+    changes = {row[2]: row[3] for row in ablations}
+    assert changes["noise not scaled by α"] == "+0.2500 (1)"
+    assert changes["public images not augmented"] == "+0.5000 ± 0.3536 (2)"
+    assert changes["no second clip"] == "–"
 
 
 def test_the_public_vocabulary_has_its_unknown_rate_and_no_number_of_the_paper():
