@@ -484,8 +484,9 @@ def searched(found: Found) -> str:
         for group in _by_data(lines):
             by_rate: dict[float, list[str]] = {}
             for line in group:
+                mark = "" if results.same_start(line, group[0]) else " †"
                 by_rate.setdefault(line["settings"]["learning_rate"], []).append(
-                    _tried(line, settings)
+                    _tried(line, settings) + mark
                 )
             tried = "; ".join(f"η = {rate:g}: " + ", ".join(t) for rate, t in by_rate.items())
             label = group[0]["data"]["label"]
@@ -494,8 +495,10 @@ def searched(found: Found) -> str:
     text = (
         "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
         "(images: private examples held out; text: the official validation split); bold: what the "
-        "settings file has now. Choices by these scores, and the warm start's settings, are **not "
-        "charged**.\n\n" + markdown(["settings", "tried", "search", "data"], rows)
+        "settings file has now; †: from another warm start than the first of its row, so that "
+        "the difference is also one of starts. Choices by these scores, and the warm start's "
+        "settings, are **not charged**.\n\n"
+        + markdown(["settings", "tried", "search", "data"], rows)
     )
     if untouched:
         text += "\n\nNo line of a sweep yet: " + ", ".join(untouched) + "."

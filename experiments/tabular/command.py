@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compute what is missing, then write table and figure; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments tabular",
-        description="Linear models of real tables, 4%% of the training rows public.",
+        description="Linear models of real tables, 4% of the training rows public.",
     )
     parser.add_argument("--quick", action="store_true", help="3 seeds, 1 tuning seed")
     parser.add_argument("--seeds", type=int, help="number of seeds (20; quick: 3)")
