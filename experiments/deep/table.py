@@ -17,6 +17,7 @@ from experiments.deep.results import Place
 from experiments.deep.settings import ALGORITHMS, Settings
 from experiments.deep.sweep import sweep_of
 from experiments.deep.training import alpha
+from experiments.options import existing_file
 from experiments.records import Record
 from mirrordp.report import upwards
 
@@ -642,7 +643,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
     parser.add_argument(
-        "--readme", type=Path, nargs="?", const=README, metavar="FILE",
+        "--readme", type=existing_file, nargs="?", const=README, metavar="FILE",
         help="rewrite the marked blocks of this file (experiments/README.md) and draw the figures",
     )  # fmt: skip
     parser.add_argument("--no-figures", action="store_true", help="with --readme: tables only")
