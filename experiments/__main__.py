@@ -6,6 +6,7 @@ asked for, so that one command never needs the dependencies of another.
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = parser.parse_args(given)
     module, _ = COMMANDS[arguments.command]
-    return importlib.import_module(module).main(arguments.options)
+    # Leaving out a Rényi order, which dp-accounting notes order by order, is safe.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(module).main(arguments.options)
+    except KeyboardInterrupt:
+        print(
+            "interrupted. What was finished has its lines; the same command continues.",
+            file=sys.stderr,
+        )
+        return 130
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
 
 import jax
@@ -115,11 +115,18 @@ class ClientData:
         object.__setattr__(self, "num_examples", counts)
         if counts.ndim != 1 or counts.size == 0:
             raise ValueError(f"{name} needs at least one user, got counts of shape {counts.shape}.")
-        if self.ids is not None and len(set(self.ids)) != len(counts):
-            raise ValueError(
-                f"{name} needs one name per user, each once, got {len(set(self.ids))} different "
-                f"names for {len(counts)} users. {remark}".rstrip()
-            )
+        if self.ids is not None:
+            if missing := _num_missing(self.ids):
+                raise ValueError(
+                    f"every user needs a name, got {missing} that are None, NaN or empty. Leave "
+                    f"ids out if no name is known. {remark}".rstrip()
+                )
+            different = len({_spelling(user) for user in self.ids})
+            if different != len(counts) or len(self.ids) != len(counts):
+                raise ValueError(
+                    f"{name} needs one name per user, each once, got {different} different names "
+                    f"for {len(counts)} users (3 and '3' are one name). {remark}".rstrip()
+                )
         if counts.min() < 0 or counts.max() > self.max_examples_per_user:
             raise ValueError(
                 f"every user of {name} may own 0 to {self.max_examples_per_user} rows, got "
@@ -172,28 +179,35 @@ class ClientData:
         missing = _num_missing(user_ids)
         if missing:
             raise ValueError(
-                f"every row must have an owner, got {missing} rows whose user is None or NaN: "
-                "taken together they would be one user who is nobody, and a user with some of them "
-                f"would count twice. Leave such rows out. {UNPROTECTED}"
+                f"every row must have an owner, got {missing} rows whose user is None or NaN or "
+                "empty: taken together they would be one user who is nobody, and a user with some "
+                f"of them would count twice. Leave such rows out. {UNPROTECTED}"
             )
-        found, owner_numbers = np.unique(owners, return_inverse=True)
+        try:
+            found, owner_numbers = np.unique(owners, return_inverse=True)
+        except TypeError as error:
+            kinds = sorted({type(owner).__name__ for owner in owners})
+            raise TypeError(
+                f"user_ids must be names of one type, got {', '.join(kinds)}. Make text of all of "
+                "them: [str(user) for user in user_ids]."
+            ) from error
         names = found.tolist()
         if users is not None:
             listed = list(users)
-            known = {name: number for number, name in enumerate(listed)}
+            known = {_spelling(name): number for number, name in enumerate(listed)}
             if len(known) < len(listed):
                 raise ValueError(
                     f"users must list every user once, got {len(listed) - len(known)} names again. "
                     f"{UNPROTECTED}"
                 )
-            unknown = sum(name not in known for name in names)
+            unknown = sum(_spelling(name) not in known for name in names)
             if unknown:
                 raise ValueError(
                     f"every row must belong to one of users, got {unknown} owners who are not "
                     f"among them. {UNPROTECTED}"
                 )
-            owner_numbers = np.array([known[name] for name in names], np.int64)[owner_numbers]
-            names = list(known)
+            numbers = np.array([known[_spelling(name)] for name in names], np.int64)
+            owner_numbers, names = numbers[owner_numbers], listed
         order = np.argsort(owner_numbers, kind="stable")
         counts = np.bincount(owner_numbers, minlength=len(names))
         return cls._bounded(
@@ -223,6 +237,11 @@ class ClientData:
             seed: decides, with the user's name or rows, which rows are kept.
         """
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        if isinstance(users, Mapping):
+            raise TypeError(
+                "users must be a list with the rows of one user each, got a mapping. Pass "
+                "list(users.values()) and ids=list(users)."
+            )
         if len(users) == 0:
             raise ValueError("from_users needs at least one user, got an empty list.")
         users = [jax.tree.map(np.asarray, user) for user in users]
@@ -377,11 +396,23 @@ def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
     return np.array(counts)
 
 
-def _num_missing(names: Sequence[Hashable] | np.ndarray) -> int:
-    """How many names are None or NaN; among strings NumPy would make a name of either."""
-    if getattr(getattr(names, "dtype", None), "kind", "O") not in "fO":
+def _num_missing(names: Iterable[Hashable] | np.ndarray) -> int:
+    """How many names are None, NaN or empty; among strings NumPy would make a name of the first."""
+    if getattr(getattr(names, "dtype", None), "kind", "O") not in "fOSU":
         return 0
-    return sum(name is None or name != name for name in names)
+    return sum(
+        name is None or name != name or (isinstance(name, str | bytes) and not name.strip())
+        for name in names
+    )
+
+
+def _spelling(name: Hashable) -> str:
+    """A name as text: of two files, one may hold 3 and the others '3', 3.0 or b'3'."""
+    if isinstance(name, bytes):
+        return name.decode(errors="backslashreplace")
+    if isinstance(name, float | np.floating) and name.is_integer():
+        return str(int(name))
+    return str(name)
 
 
 def _name_entropy(name: Hashable) -> list[int]:
@@ -422,9 +453,8 @@ def excluded_users(
     mask = np.zeros(len(private), bool)
     if private.ids is None or public.ids is None:
         return mask
-    # As text: of two files, one may hold 3 and the other "3".
-    names = {str(name) for name in public.ids}
-    mask[:] = [str(name) in names for name in private.ids]
+    names = {_spelling(name) for name in public.ids}
+    mask[:] = [_spelling(name) in names for name in private.ids]
     count = int(mask.sum())
     if not count:
         return mask

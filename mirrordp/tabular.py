@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mirrordp import _files, accounting
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
+from mirrordp.data import UnprotectedWarning
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.tables import (
     TASKS,
@@ -37,6 +39,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
+from mirrordp.tables.files import listed, mark
 
 MODEL_FILE = "model.json"
 FORMAT = "mirrordp table model"
@@ -306,7 +309,8 @@ def fit_files(
         )
     rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
     with stage(f"reading {private}"):
-        secret = encoding.encode(read_batches(private, private=True), private=True)
+        batches = _mention_unused(read_batches(private, private=True), table)
+        secret = encoding.encode(batches, private=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
         estimator = _estimator(
             task,
@@ -340,6 +344,21 @@ def fit_files(
         privacy=report.to_dict(),
     )
     return FittedTable(model, report, learned.left_out)
+
+
+def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
+    """Tells the operator, once the private table has been found to fit, what is not used of it."""
+    for number, batch in enumerate(batches):
+        yield batch
+        unused = [name for name in batch.columns if name not in public.columns]
+        if number == 0 and unused:
+            warnings.warn(
+                f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
+                f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
+                "add what should be to the public table.",
+                UnprotectedWarning,
+                stacklevel=2,
+            )
 
 
 def _same_content(one: Path, other: Path) -> bool:

@@ -234,6 +234,21 @@ def test_messages_about_private_rows_are_marked_and_on_standard_error(capsys, fi
         assert UNPROTECTED not in path.read_text()
 
 
+def test_a_column_of_the_private_table_alone_is_mentioned(capsys, files):
+    """It would be left out without a word, although it may be the one that tells most."""
+    lines = files["private"].read_text().splitlines()
+    ends = ["size", "weight"], *([str(number), "1"] for number in range(len(lines) - 1))
+    text = "\n".join(",".join([line, *end]) for line, end in zip(lines, ends, strict=True))
+    files["private"].write_text(text + "\n")
+    assert cli.main([*fit_options(files), "--json"]) == 0
+    captured = capsys.readouterr()
+    (line,) = [line for line in captured.err.splitlines() if UNPROTECTED in line]
+    where = repr(str(files["private"]))
+    assert f"columns 'size', 'weight' of {where} are not in the public table" in line
+    assert "size" not in captured.out
+    assert not any("weight" in path.read_text() for path in files["out"].iterdir())
+
+
 # Bad input.
 
 

@@ -178,6 +178,25 @@ class TestClientData:
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", None, "b"]), "1 rows whose user"),
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", np.nan, "b"]), "1 rows whose user"),
             (lambda: PrivateClients.from_rows(np.ones(2), np.array([np.nan, 3])), "is None or NaN"),
+            (lambda: PrivateClients.from_rows(np.ones(3), ["a", " ", ""]), "2 rows whose user"),
+            (lambda: PrivateClients.from_rows(np.ones(2), np.array([b"a", b""])), "1 rows whose"),
+            # One person under two spellings would count twice.
+            (
+                lambda: PrivateClients.from_users([np.ones(1)] * 3, ids=[3, "3", 3.0]),
+                "each once, got 1 different names for 3 users",
+            ),
+            (
+                lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=[b"a", "a"]),
+                "each once, got 1 different names for 2 users",
+            ),
+            (
+                lambda: PrivateClients.from_rows(np.ones(1), [3], users=[3, "3"]),
+                "list every user once",
+            ),
+            (
+                lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=[float("nan"), None]),
+                "every user needs a name, got 2 that are",
+            ),
             (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
             (lambda: PrivateClients(np.ones(3), np.array([3]), None, 2), "may own 0 to 2 rows"),
         ],
@@ -185,6 +204,18 @@ class TestClientData:
     def test_mistakes(self, call, message):
         with pytest.raises(ValueError, match=message):
             call()
+
+    def test_mistakes_in_types(self):
+        with pytest.raises(TypeError, match=r"ids=list\(users\)"):
+            PrivateClients.from_users({"a": np.ones(2), "b": np.ones(1)})  # pyright: ignore
+        with pytest.raises(TypeError, match="names of one type, got int, str"):
+            PrivateClients.from_rows(np.ones(2), np.array(["a", 3], object))
+
+    def test_owners_are_found_under_another_type(self):
+        made = PrivateClients.from_rows(np.arange(3), ["2", "1", "2"], users=range(4))
+        np.testing.assert_array_equal(made.num_examples, [0, 1, 2, 0])
+        np.testing.assert_array_equal(made.user(2), [0, 2])
+        assert made.ids == (0, 1, 2, 3)
 
     def test_no_user_shifts_the_rows_of_another(self):
         """Arrays of unequal length whose totals agree: labels of one user on rows of another."""
@@ -200,8 +231,9 @@ class TestClientData:
         with pytest.raises(TypeError, match=r"same kind of numbers, got .* for user 2"):
             PrivateClients.from_users([none, numbers, np.array([0.5])])
 
-    def test_a_number_and_its_text_are_one_name(self):
-        public = clients([rows(2, 9)], PublicClients, ids=["3"])
+    @pytest.mark.parametrize("name", ["3", 3.0, b"3", np.int64(3)])
+    def test_a_number_and_its_text_are_one_name(self, name):
+        public = clients([rows(2, 9)], PublicClients, ids=[name])
         with pytest.warns(mirrordp.UnprotectedWarning):
             mask = mirrordp.data.excluded_users(clients(ids=range(USERS)), public)
         assert np.flatnonzero(mask).tolist() == [3]

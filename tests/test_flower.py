@@ -474,6 +474,20 @@ def test_the_log_never_states_less_than_was_spent():
         logging.getLogger("flwr").removeHandler(handler)
 
 
+def test_the_operator_hears_how_many_nodes_are_missing(caplog, monkeypatch):
+    """Flower's simulation has two nodes unless told otherwise: eight would be awaited for ever."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    connected = iter([[], [7, 5], [7, 5], [5, 6, 7]])
+    grid = FakeGrid()
+    monkeypatch.setattr(grid, "get_node_ids", lambda: next(connected))
+    with caplog.at_level(logging.INFO, "flwr"):
+        assert flower.wait_for_users(grid, 3, poll_interval=0.0) == [5, 6, 7]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Waiting for 3 nodes, 0 are connected",
+        "Waiting for 3 nodes, 2 are connected",
+    ]
+
+
 def test_the_operator_hears_of_a_round_without_replies(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     one_round(some)

@@ -6,6 +6,7 @@ A run that has its line in the results is skipped, so an interrupted command can
 import argparse
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -202,11 +203,14 @@ def open_session(arguments: argparse.Namespace) -> Session:
     """A session from parsed options."""
     if arguments.max_steps is not None and not arguments.synthetic:
         raise SettingsError("--max-steps is for --synthetic data: a cut run is no result.")
+    if arguments.max_steps is not None and arguments.max_steps < 1:
+        raise SettingsError(f"--max-steps must be at least 1, got {arguments.max_steps}.")
     if arguments.synthetic and arguments.results is None:
         raise SettingsError(
             "--synthetic needs --results FOLDER: made-up runs do not belong among the results."
         )
     folder = arguments.results or results.RESULTS
+    _check_can_be_written(folder)
 
     def read(settings: Settings, holdout: int) -> datasets.Prepared:
         if arguments.synthetic:
@@ -236,6 +240,18 @@ def open_session(arguments: argparse.Namespace) -> Session:
         warm_starts=arguments.warm_starts or folder / "warm_starts",
         shared=arguments.shared,
     )
+
+
+def _check_can_be_written(folder: Path) -> None:
+    """Raises where a line could not be kept, before hours are spent on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"expected a folder that can be written for --results, got {folder} ({error.strerror})."
+        ) from error
 
 
 def guarded(work: Callable[[], None]) -> int:

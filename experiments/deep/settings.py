@@ -5,6 +5,7 @@ A file may name another one in `extends`, whose values it overrides.
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 import types
@@ -17,6 +18,8 @@ from experiments import datasets, records
 
 ALGORITHMS = ("cold", "warm", "pda")
 OPTIMIZERS = ("adam", "sgd")
+VOCABULARIES = ("public", "train")
+PUBLIC_TEXTS = ("other", "split")
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = "base"
 
@@ -147,12 +150,41 @@ class Settings:
             self.warm_start.optimizer in OPTIMIZERS,
             f"[warm_start] optimizer must be one of {', '.join(OPTIMIZERS)}.",
         )
-        check(
-            0 <= self.warm_start.average_decay < 1,
-            f"[warm_start] average_decay must be in [0, 1), got {self.warm_start.average_decay}.",
-        )
         check(self.decay_unit in ("epochs", "steps"), "decay_unit must be epochs or steps.")
+        check(
+            self.vocabulary in VOCABULARIES,
+            f"vocabulary must be one of {', '.join(VOCABULARIES)}, got {self.vocabulary!r}.",
+        )
+        check(
+            self.public_text in PUBLIC_TEXTS,
+            f"public_text must be one of {', '.join(PUBLIC_TEXTS)}, got {self.public_text!r}.",
+        )
+        check(0 < self.delta < 1, f"delta must be between 0 and 1, got {self.delta}.")
+        here, warm, sweep = ("", self), ("[warm_start] ", self.warm_start), ("[sweep] ", self.sweep)
+        for (table, owner), names in (
+            (here, "batch_size epochs learning_rate noise_multiplier target_epsilon decay"),
+            (here, "l2_clip_norm public_batch_size together"),
+            (warm, "learning_rate batch_size patience max_epochs"),
+            (sweep, "learning_rates decays"),
+        ):
+            for name in names.split():
+                values = getattr(owner, name)
+                for value in values if isinstance(values, tuple) else (values,):
+                    check(
+                        value is None or 0 < value < math.inf,
+                        f"{table}{name} must be positive and finite, got {value}.",
+                    )
+        for (table, owner), name in ((here, "noisy_clip_norm"), (here, "holdout"), (sweep, "seed")):
+            value = getattr(owner, name)
+            check(0 <= value < math.inf, f"{table}{name} must be 0 or more, got {value}.")
+        for table, owner in (here, warm):
+            value = owner.average_decay
+            check(0 <= value < 1, f"{table}average_decay must be in [0, 1), got {value}.")
         check(bool(self.seeds), "seeds must name at least one seed.")
+        check(
+            min(self.seeds) >= 0 and len(set(self.seeds)) == len(self.seeds),
+            f"seeds must be different and 0 or more, got {list(self.seeds)}.",
+        )
         check(
             self.sweep.seed not in self.seeds,
             "a final run must have another seed than the sweep that chose its settings.",
@@ -236,7 +268,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
-        raise SettingsError(f"cannot read {path.name}: {error.strerror}.") from error
+        raise SettingsError(f"cannot read {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path.name} is not TOML: {error}.") from error
     base = values.pop("extends", None)

@@ -17,6 +17,7 @@ from experiments.deep.results import Place
 from experiments.deep.settings import ALGORITHMS, Settings
 from experiments.deep.sweep import sweep_of
 from experiments.deep.training import alpha
+from experiments.options import existing_file
 from experiments.records import Record
 from mirrordp.report import upwards
 
@@ -515,8 +516,9 @@ def searched(found: Found) -> str:
         for group in _by_data(lines):
             by_rate: dict[float, list[str]] = {}
             for line in group:
+                mark = "" if results.same_start(line, group[0]) else " †"
                 by_rate.setdefault(line["settings"]["learning_rate"], []).append(
-                    _tried(line, settings)
+                    _tried(line, settings) + mark
                 )
             tried = "; ".join(f"η = {rate:g}: " + ", ".join(t) for rate, t in by_rate.items())
             label = group[0]["data"]["label"]
@@ -525,8 +527,10 @@ def searched(found: Found) -> str:
     text = (
         "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
         "(images: private examples held out; text: the official validation split); bold: what the "
-        "settings file has now. Choices by these scores, and the warm start's settings, are **not "
-        "charged**.\n\n" + markdown(["settings", "tried", "search", "data"], rows)
+        "settings file has now; †: from another warm start than the first of its row, so that "
+        "the difference is also one of starts. Choices by these scores, and the warm start's "
+        "settings, are **not charged**.\n\n"
+        + markdown(["settings", "tried", "search", "data"], rows)
     )
     if untouched:
         text += "\n\nNo line of a sweep yet: " + ", ".join(untouched) + "."
@@ -670,7 +674,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
     parser.add_argument(
-        "--readme", type=Path, nargs="?", const=README, metavar="FILE",
+        "--readme", type=existing_file, nargs="?", const=README, metavar="FILE",
         help="rewrite the marked blocks of this file (experiments/README.md) and draw the figures",
     )  # fmt: skip
     parser.add_argument("--no-figures", action="store_true", help="with --readme: tables only")

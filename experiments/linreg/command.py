@@ -29,7 +29,8 @@ from experiments.linreg.search import (
     evaluate,
     search,
 )
-from experiments.linreg.simulation import Trial, make_trial
+from experiments.linreg.simulation import ACTIVE_FEATURES, Trial, make_trial
+from experiments.options import at_least, existing_file
 
 FULL_DIMENSIONS = (500, 1000, 1500, 2000, 3000, 4000, 5000, 6000)
 QUICK_DIMENSIONS = (500, 1000, 1500)
@@ -263,8 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="p <= 1500, 5 trials, at most 144 steps"
     )
     parser.add_argument("--trials", type=int, help="trials per grid point (20; quick: 5)")
-    parser.add_argument("--dims", type=int, nargs="+", help="dimensions p (500 to 6000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dims",
+        type=at_least(5 * ACTIVE_FEATURES[0]),
+        nargs="+",
+        help="dimensions p (500 to 6000)",
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--device", choices=("auto", "cpu", "jax"), default="auto")
     parser.add_argument(
@@ -274,7 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-plot", action="store_true", help="compute only (no matplotlib needed)"
     )
     parser.add_argument(
-        "--readme", type=Path, help="also write the table into the marked section of this file"
+        "--readme",
+        type=existing_file,
+        help="also write the table into the marked section of this file",
     )
     arguments = parser.parse_args(argv)
     if arguments.trials is not None and arguments.trials < 2:

@@ -32,6 +32,7 @@ import optax
 
 import mirrordp
 from experiments import models, records
+from experiments.options import at_least, existing_file
 from experiments.stackoverflow import report
 from experiments.stackoverflow.data import (
     NUM_PUBLIC_USERS,
@@ -548,35 +549,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocabulary", choices=("public", "train"), default="public")
     parser.add_argument("--stages", nargs="+", default=["rates", "alpha", "final"],
                         choices=("rates", "alpha", "final", "check"))  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=1600, help="rounds of the final runs")
+    parser.add_argument("--rounds", type=at_least(1), default=1600, help="rounds of the final runs")
     parser.add_argument(
-        "--tuning-rounds", type=int, help="rounds of runs that choose settings (half of --rounds)"
+        "--tuning-rounds",
+        type=at_least(1),
+        help="rounds of runs that choose settings (half of --rounds)",
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=at_least(1), default=3)
     parser.add_argument("--server-rates", type=float, nargs="+", default=SERVER_RATES,
                         help="extended where the best is at an end; a single one is taken as given "
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--client-rates", type=float, nargs="+", default=CLIENT_RATES,
                         help="likewise (default: %(default)s)")  # fmt: skip
     parser.add_argument("--clips", type=float, nargs="+", default=CLIPS)
-    parser.add_argument("--divisors", type=int, nargs="+", default=DIVISORS,
+    parser.add_argument("--divisors", type=at_least(1), nargs="+", default=DIVISORS,
                         help="i of alpha_t = cos(pi t / (i T))")  # fmt: skip
-    parser.add_argument("--public-per-round", type=int, help="public users a round (all)")
+    parser.add_argument("--public-per-round", type=at_least(1), help="public users a round (all)")
     parser.add_argument("--fixed-size", action="store_true",
                         help="exactly 100 users a round, with the accounting of that")  # fmt: skip
-    parser.add_argument("--users-per-pass", type=int,
+    parser.add_argument("--users-per-pass", type=at_least(1),
                         help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
                         help="stop cleanly after about so many; call again to go on")  # fmt: skip
-    parser.add_argument("--words", type=int, default=VOCABULARY_SIZE, help="of the vocabulary")
-    parser.add_argument("--public-users", type=int, default=NUM_PUBLIC_USERS)
-    parser.add_argument("--width", type=int, default=670, help="of the LSTM; 670 is the paper's")
+    parser.add_argument(
+        "--words", type=at_least(1), default=VOCABULARY_SIZE, help="of the vocabulary"
+    )
+    parser.add_argument("--public-users", type=at_least(1), default=NUM_PUBLIC_USERS)
+    parser.add_argument(
+        "--width", type=at_least(1), default=670, help="of the LSTM; 670 is the paper's"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument(
         "--plot-only", action="store_true", help="table and figure of finished runs; reads no data"
     )
     parser.add_argument(
-        "--readme", type=Path, help="also write the table into the marked section of this file"
+        "--readme",
+        type=existing_file,
+        help="also write the table into the marked section of this file",
     )
     arguments = parser.parse_args(argv)
     began = clock()
@@ -592,15 +601,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"expected the users in {arguments.data}, got no such file; run unpack.py data "
             "stackexchange, or give --data"
         )
-    prepared = prepare(
-        arguments.data,
-        test_data=arguments.test_data,
-        public_data=arguments.public_data,
-        overflow=arguments.overflow,
-        vocabulary_from=arguments.vocabulary,
-        vocabulary_size=arguments.words,
-        num_public_users=arguments.public_users,
-    )
+    try:
+        prepared = prepare(
+            arguments.data,
+            test_data=arguments.test_data,
+            public_data=arguments.public_data,
+            overflow=arguments.overflow,
+            vocabulary_from=arguments.vocabulary,
+            vocabulary_size=arguments.words,
+            num_public_users=arguments.public_users,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     num_tokens = arguments.words + NUM_SPECIAL
     size = {"tokens": num_tokens, "width": arguments.width, "length": SEQUENCE_LENGTH}
     task = Task(

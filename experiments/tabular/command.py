@@ -11,6 +11,7 @@ import threadpoolctl
 
 import mirrordp
 from experiments import records
+from experiments.options import at_least, existing_file
 from experiments.tabular import report
 from experiments.tabular.data import DATASETS, PUBLIC_FRACTION, TEST_FRACTION, Dataset, split
 from experiments.tabular.methods import (
@@ -170,10 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compute what is missing, then write table and figure; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments tabular",
-        description="Linear models of real tables, 4%% of the training rows public.",
+        description="Linear models of real tables, 4% of the training rows public.",
     )
     parser.add_argument("--quick", action="store_true", help="3 seeds, 1 tuning seed")
-    parser.add_argument("--seeds", type=int, help="number of seeds (20; quick: 3)")
+    parser.add_argument("--seeds", type=at_least(1), help="number of seeds (20; quick: 3)")
     parser.add_argument(
         "--first-seed", type=int, default=FIRST_SEED, help="the seeds start at %(default)s"
     )
@@ -193,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--plot-only", action="store_true", help="compute nothing")
     parser.add_argument(
-        "--readme", type=Path, help="also write the tables into the marked section of this file"
+        "--readme",
+        type=existing_file,
+        help="also write the tables into the marked section of this file",
     )
     arguments = parser.parse_args(argv)
     folder = arguments.data_root / "tabular"

@@ -205,8 +205,11 @@ def wait_for_users(grid: Grid, num_users: int, *, poll_interval: float = 1.0) ->
     promised; nodes that come later, or back under a new identifier, are not on it.
     """
     _validate.positive_integer(num_users=num_users)
-    _log.info("Waiting for %d nodes", num_users)
+    connected = None
     while len(nodes := sorted(grid.get_node_ids())) < num_users:
+        if len(nodes) != connected:
+            connected = len(nodes)
+            _log.info("Waiting for %d nodes, %d are connected", num_users, connected)
         time.sleep(poll_interval)
     return nodes[:num_users]
 

@@ -123,7 +123,8 @@ class TableEncoding:
                 which, advice = "beyond the range", "compare the units, or ignore an identifier"
             # Rare categories are none of the known ones in either table, which is in order.
             elif isinstance(kind, CategoryColumn) and 10 * tally.unfamiliar > 9 * tally.filled:
-                which, advice = "none of the common categories", "compare the spelling"
+                which = "none of the common categories"
+                advice = "compare the spelling, make numbers of dates, or ignore an identifier"
             else:
                 which = advice = ""
             if which and 2 * tally.wrong <= tally.filled:

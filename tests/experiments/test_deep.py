@@ -165,7 +165,25 @@ def test_whole_numbers_are_numbers(tmp_path):
         (GOOD.replace('"warm"', '"pda"'), r"decay \(K\) belongs to pda"),
         (GOOD + 'decay_unit = "days"\n', "decay_unit must be epochs or steps"),
         (GOOD + "learning_rate = 2\n", "one.toml is not TOML: "),
-        ('extends = "two.toml"\n' + GOOD, "cannot read two.toml: No such file"),
+        ('extends = "two.toml"\n' + GOOD, r"cannot read .*two\.toml: No such file"),
+        (GOOD.replace("= 500", "= 0"), "batch_size must be positive and finite, got 0"),
+        (GOOD.replace("learning_rate = 1", "learning_rate = -1"), "learning_rate must be positive"),
+        (
+            GOOD.replace("epochs = 50", "epochs = inf"),
+            "epochs must be positive and finite, got inf",
+        ),
+        (GOOD.replace("= 1.89", "= nan"), "noise_multiplier must be positive and finite, got nan"),
+        (GOOD.replace("1e-6", "1"), r"delta must be between 0 and 1, got 1\.0"),
+        (GOOD + "average_decay = 1\n", r"average_decay must be in \[0, 1\), got 1\.0"),
+        (GOOD + "noisy_clip_norm = -1\n", r"noisy_clip_norm must be 0 or more, got -1\.0"),
+        (GOOD + "holdout = -1\n", "holdout must be 0 or more, got -1"),
+        (GOOD + "seeds = [1, 1]\n", r"seeds must be different and 0 or more, got \[1, 1\]"),
+        (GOOD + "seeds = [-1]\n", r"seeds must be different and 0 or more, got \[-1\]"),
+        (GOOD + 'vocabulary = "privat"\n', "vocabulary must be one of public, train"),
+        (GOOD + 'public_text = "none"\n', "public_text must be one of other, split"),
+        (GOOD + "[warm_start]\npatience = 0\n", r"\[warm_start\] patience must be positive"),
+        (GOOD + "[sweep]\nlearning_rates = [0]\n", r"\[sweep\] learning_rates must be positive"),
+        (GOOD + "[sweep]\nseed = -1\n", r"\[sweep\] seed must be 0 or more, got -1"),
     ],
 )
 def test_errors_say_what_is_wrong_with_a_file(tmp_path, text, message):
@@ -527,7 +545,32 @@ def test_commands_say_in_one_line_what_is_wrong(tmp_path, counted, capsys):
     assert "--synthetic needs --results FOLDER" in capsys.readouterr().err
     assert len(counted) == 1
     assert dispatcher.main(["sweep", str(tmp_path / "none.toml"), *options]) == 2
-    assert "error: cannot read none.toml" in capsys.readouterr().err
+    assert f"error: cannot read {tmp_path / 'none.toml'}" in capsys.readouterr().err
+    assert dispatcher.main(["run", config, *options, "--seeds", "1", "1"]) == 2
+    assert "seeds must be different" in capsys.readouterr().err
+    assert dispatcher.main(["run", config, *options, "--max-steps", "0"]) == 2
+    assert "--max-steps must be at least 1, got 0" in capsys.readouterr().err
+    assert len(counted) == 1
+
+
+def test_results_that_could_not_be_kept_are_not_computed(tmp_path, counted, capsys):
+    (tmp_path / "file").write_text("")
+    config = str(CONFIGS / f"{NAME}.toml")
+    options = ["--synthetic", "--quiet", "--results", str(tmp_path / "file")]
+    assert dispatcher.main(["run", config, *options]) == 2
+    assert "expected a folder that can be written for --results" in capsys.readouterr().err
+    assert counted == []
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_points", interrupted)
+    config = str(CONFIGS / f"{NAME}.toml")
+    options = ["--synthetic", "--quiet", "--results", str(tmp_path)]
+    assert dispatcher.main(["run", config, *options]) == 130
+    assert "the same command continues" in capsys.readouterr().err
 
 
 # Sweeps

@@ -275,6 +275,15 @@ def test_what_was_searched():
     assert "`cifar10/cold-s20`" in blocks([])["searched"]
 
 
+def test_what_was_searched_marks_other_warm_starts():
+    lines = sweep_lines({0.1: 0.5, 0.2: 0.6, 0.5: 0.4})
+    lines[2]["warm_start"] = lines[2]["warm_start"] | {"digest": "another"}
+    [row] = rows(blocks(lines)["searched"], "`cifar10/warm-s1.51`")
+    assert row[1] == (
+        "η = 0.1: 51.00 / 1.0900; η = 0.2: **61.00 / 1.1900**; η = 0.5: 41.00 / 1.4900 †"
+    )
+
+
 def test_a_search_on_other_data_finishes_nothing():
     lines = sweep_lines({0.1: 0.5, 0.2: 0.6})
     other = sweep_lines({0.5: 0.4})

@@ -1,0 +1,30 @@
+"""Types of command-line options, so that what cannot be meant is refused before hours of work."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number that is not below `least`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, got {text!r}"
+            )
+        return number
+
+    return read
+
+
+def existing_file(text: str) -> Path:
+    """A file that is there, to be rewritten."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"expected a file that is there, got {text!r}")
+    return path
