@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -69,9 +68,11 @@ from mirrordp.training import (
     example_of,
     fits_on_device,
     info_fields,
+    prepared_ahead,
     randomness,
     shown_arrays,
     warn_of_unused,
+    whole_steps,
 )
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
@@ -969,8 +970,6 @@ def _rounds(
     """Rounds from number `first` on: charged, computed, kept, yielded, a few at a time."""
     step, params, private, public = run.step, run.params, run.private, run.public
     alphas, rounds_per_call, users_per_pass = run.alphas, run.rounds_per_call, run.users_per_pass
-    if first == len(alphas):
-        return
     partial_sum = (step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
     on_host = ClientArrays(private.arrays, private.starts, private.num_examples)
     on_device = None if run.stream else ClientArrays.of(private)
@@ -996,38 +995,32 @@ def _rounds(
         )
 
     charged = int((alphas[:first] > 0).sum())
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        upcoming = executor.submit(prepare, first)
-        for start in range(first, len(alphas), rounds_per_call):
-            calls = upcoming.result()
-            if start + rounds_per_call < len(alphas):
-                upcoming = executor.submit(prepare, start + rounds_per_call)
-            block = alphas[start : start + rounds_per_call]
-            reads = int((block > 0).sum())
-            books.charge(charged, charged + reads)
-            charged += reads
-            infos = []
-            with interruptible():
-                for inputs in calls:
-                    state, partial_sum, info = _run_passes(
-                        step, state, partial_sum, inputs, on_device, excluded,
-                        public_arrays, keys, width=width, public_width=public_width,
-                    )  # fmt: skip
-                    is_last = inputs.is_last
-                    infos.append(jax.tree.map(lambda leaf, i=is_last: np.asarray(leaf)[i], info))
-            info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
-            found = FederatedInfo(
-                round=start + len(block),
-                charged_rounds=charged,
-                alpha=block,
-                noisy_grad_norm=info.noisy_grad_norm,
-                public_loss=info.public_loss,
-                clip_norm=info.clip_norm,
-                unprivatized=info.unprivatized if step.show_unprivatized else None,
-            )
-            kept = Kept(found.round, charged, shown_arrays(found))
-            books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
-            yield state, found
+    for start, calls in prepared_ahead(prepare, range(first, len(alphas), rounds_per_call)):
+        block = alphas[start : start + rounds_per_call]
+        reads = int((block > 0).sum())
+        books.charge(charged, charged + reads)
+        charged += reads
+        infos = []
+        with interruptible():
+            for inputs in calls:
+                state, partial_sum, info = _run_passes(
+                    step, state, partial_sum, inputs, on_device, excluded,
+                    public_arrays, keys, width=width, public_width=public_width,
+                )  # fmt: skip
+                infos.append(info)
+            info = whole_steps(calls, infos)
+        found = FederatedInfo(
+            round=start + len(block),
+            charged_rounds=charged,
+            alpha=block,
+            noisy_grad_norm=info.noisy_grad_norm,
+            public_loss=info.public_loss,
+            clip_norm=info.clip_norm,
+            unprivatized=info.unprivatized if step.show_unprivatized else None,
+        )
+        kept = Kept(found.round, charged, shown_arrays(found))
+        books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
+        yield state, found
 
 
 def _pack(

@@ -14,12 +14,13 @@ above the capacity is finished in further passes of the same shape before the no
 import contextlib
 import dataclasses
 import functools
+import itertools
 import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,8 @@ from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
+
+Prepared = TypeVar("Prepared")
 
 
 class TrainState(NamedTuple):
@@ -529,11 +532,6 @@ class Plan(NamedTuple):
         return bool((self.alphas == 0).any())
 
     @property
-    def starts(self) -> range:
-        """The first steps of the blocks between two yields."""
-        return range(0, self.alphas.shape[1], self.steps_per_call)
-
-    @property
     def passes_per_call(self) -> int:
         """Passes of one compiled call: what has to be idle in the last one of a block is less."""
         calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
@@ -717,17 +715,23 @@ def prepared_blocks(
         capacity = plan.mechanism.sampling.capacity
         return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
 
-    starts = plan.starts[begin // plan.steps_per_call :]
+    return prepared_ahead(prepare, range(begin, plan.alphas.shape[1], plan.steps_per_call))
+
+
+def prepared_ahead(
+    prepare: Callable[[int], Prepared], starts: range
+) -> Iterator[tuple[int, Prepared]]:
+    """Each start with what `prepare` makes of it, in order, one ahead of who iterates."""
     if not starts:
         return
     executor = ThreadPoolExecutor(max_workers=1)
     try:
-        upcoming = executor.submit(prepare, begin)
-        for start in starts:
-            calls = upcoming.result()
-            if start + plan.steps_per_call < plan.alphas.shape[1]:
-                upcoming = executor.submit(prepare, start + plan.steps_per_call)
-            yield start, calls
+        upcoming = executor.submit(prepare, starts[0])
+        for start, following in itertools.zip_longest(starts, starts[1:]):
+            prepared = upcoming.result()
+            if following is not None:
+                upcoming = executor.submit(prepare, following)
+            yield start, prepared
     finally:
         # A run that was left unfinished may end with the interpreter, when no thread can be joined.
         executor.shutdown(wait=not sys.is_finalizing())
@@ -787,7 +791,7 @@ def pack(
     return calls
 
 
-def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
+def whole_steps(calls: Sequence[Any], infos: Sequence[Any]) -> Any:
     """Of what the passes of several calls report, the part that belongs to whole steps."""
     kept = [
         jax.tree.map(lambda leaf, call=call: np.asarray(leaf)[..., call.is_last], info)

@@ -136,6 +136,13 @@ class TestResume:
         charged = options.get("mechanism", MECHANISM).event_between(0, info.charged_steps)
         assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == charged
 
+    def test_a_finished_run_whose_last_block_was_short(self, tmp_path):
+        interrupted(tmp_path / "run", 3, steps_per_call=5)
+        resumed = list(run(tmp_path / "run", resume=True, steps_per_call=5))
+        assert [found.step for _, found in resumed] == [12]
+        assert bits(resumed[-1][0]) == bits(uninterrupted()[0])
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
     def test_randomness_of_the_system_is_kept_until_the_end(self, tmp_path, monkeypatch):
         monkeypatch.setattr("secrets.randbits", lambda _: 123)
         whole, _ = last(run(seed=None))
