@@ -42,6 +42,7 @@ from mirrordp.clipping import (
     thawed_mask,
     trainable_part,
     with_key,
+    zero_sum,
 )
 from mirrordp.data import (
     Overlap,
@@ -89,6 +90,28 @@ class Unprivatized(NamedTuple):
     loss: jax.Array
     clip_fraction: jax.Array
     batch_size: jax.Array
+
+    @classmethod
+    def zero(cls) -> "Unprivatized":
+        """Of nobody, or where nobody asked."""
+        return cls(*jnp.zeros([3]))
+
+    @classmethod
+    def sums(
+        cls, losses: jax.Array, is_clipped: jax.Array, is_padding: jax.Array
+    ) -> "Unprivatized":
+        """Sums over the records of one pass; `per_record` turns those of a step into means."""
+        real = ~is_padding
+        return cls(
+            loss=jnp.sum(jnp.where(real, losses, 0.0), dtype=jnp.float32),
+            clip_fraction=jnp.sum(real & is_clipped, dtype=jnp.float32),
+            batch_size=jnp.sum(real, dtype=jnp.float32),
+        )
+
+    def per_record(self) -> "Unprivatized":
+        """Loss and clip fraction divided by the number of records."""
+        count = jnp.maximum(self.batch_size, 1)
+        return Unprivatized(self.loss / count, self.clip_fraction / count, self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,21 +183,17 @@ class TrainStep:
 
     def init(self, params: Params, key: jax.Array) -> TrainState:
         """The state before the first step; `key` seeds the noise and must be secret."""
-        part = trainable_part(params, self._mask)
-        wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), part)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(part),
-            noise_state=self.mechanism.privatizer(key).init(wide),
+            opt_state=self.optimizer.init(trainable_part(params, self._mask)),
+            noise_state=self.mechanism.privatizer(key).init(zero_sum(params, self._mask)),
             average=None if self.average is None else params,
         )
 
     def nothing_yet(self, params: Params) -> tuple[PyTree, Unprivatized]:
         """What `private_sum` gives for an empty batch."""
-        part = trainable_part(params, self._mask)
-        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
-        return zero, Unprivatized(*jnp.zeros([3]))
+        return zero_sum(params, self._mask), Unprivatized.zero()
 
     def __call__(
         self,
@@ -202,16 +221,9 @@ class TrainStep:
         """The clipped sum of one pass, not yet private, with *sums* of the unprivatized values."""
         clipped_sum, stats = self.clipped_grad.with_stats(params, batch, is_padding, keys=keys)
         if not self.show_unprivatized:
-            return clipped_sum, Unprivatized(*jnp.zeros([3]))
-        real = ~is_padding
-        unprivatized = Unprivatized(
-            loss=jnp.sum(jnp.where(real, stats.unprivatized_losses, 0.0), dtype=jnp.float32),
-            clip_fraction=jnp.sum(
-                real & (stats.unprivatized_norms > self.mechanism.l2_clip_norm), dtype=jnp.float32
-            ),
-            batch_size=jnp.sum(real, dtype=jnp.float32),
-        )
-        return clipped_sum, unprivatized
+            return clipped_sum, Unprivatized.zero()
+        is_clipped = stats.unprivatized_norms > self.mechanism.l2_clip_norm
+        return clipped_sum, Unprivatized.sums(stats.unprivatized_losses, is_clipped, is_padding)
 
     def finish(
         self,
@@ -260,36 +272,42 @@ class TrainStep:
                 private_grad, public_gradient, alpha=alpha, scale_noise=self.scale_noise
             )
 
-        part = trainable_part(state.params, self._mask)
-        update = jax.tree.map(lambda u, p: u.astype(p.dtype), update, part)
-        update, opt_state = self.optimizer.update(update, state.opt_state, part)
-        part = optax.apply_updates(part, update)
-        params = merge(part, state.params)
         step = state.step + 1
-        average = state.average
-        if self.average is not None:
-            kept = trainable_part(average, self._mask)
-            average = merge(self.average.update(kept, part, step), average)
-        count = jnp.maximum(unprivatized.batch_size, 1)
+        params, opt_state, average = updated(self, state, update, step)
         info = StepInfo(
             noisy_grad_norm=noisy_grad_norm.astype(jnp.float32),
             public_loss=public_loss.astype(jnp.float32),
-            unprivatized=Unprivatized(
-                unprivatized.loss / count,
-                unprivatized.clip_fraction / count,
-                unprivatized.batch_size,
-            ),
+            unprivatized=unprivatized.per_record(),
         )
         return TrainState(step, params, opt_state, noise_state, average), info
+
+
+def updated(
+    train_step: Any, state: Any, update: PyTree, number: jax.Array
+) -> tuple[Params, PyTree, Params | None]:
+    """What the optimiser makes of a (mixed) gradient: parameters, its state, and their average.
+
+    Args:
+        train_step: a `TrainStep`, or the `FederatedStep` of a round.
+        state: what was before.
+        update: the gradient.
+        number: of the new iterate, 1, 2, ...
+    """
+    trainable = thawed_mask(train_step.trainable)
+    part = trainable_part(state.params, trainable)
+    update = jax.tree.map(lambda u, p: u.astype(p.dtype), update, part)
+    update, opt_state = train_step.optimizer.update(update, state.opt_state, part)
+    part = optax.apply_updates(part, update)
+    average = state.average
+    if train_step.average is not None:
+        kept = trainable_part(average, trainable)
+        average = merge(train_step.average.update(kept, part, number), average)
+    return merge(part, state.params), opt_state, average
 
 
 def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
     """One of two trees, leaf by leaf; leaves that are the same array are left as they are."""
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 class Keys(NamedTuple):
@@ -614,29 +632,36 @@ def plan_runs(
 def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
     """Everything that decides what the run computes, in words or as a fingerprint."""
     step, params = plan.train_step, plan.params
-    part = trainable_part(params, step._mask)
-    opt_state = step.optimizer.init(part)
-    plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
-             "show_unprivatized", "trainable")  # fmt: skip
-    described = {
-        **checkpoints.fields("mechanism", step.mechanism),
+    described = described_step(step, params, plan.private.arrays, key) | {
         "alpha": checkpoints.outline(plan.alphas[0]),
         "steps_per_call": str(plan.steps_per_call),
-        "loss_fn": checkpoints.program(
-            with_key(step.loss_fn), params, example_of(plan.private.arrays), jax.random.key(0)
-        ),
-        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
-        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
         "private data": _fingerprint.of_arrays(key, (plan.private.arrays, plan.excluded)),
         "public data": _fingerprint.of_arrays(key, plan.public_arrays),
-        **{name: str(getattr(step, name)) for name in plain},
     }
     if step.public_loss_fn is not None and plan.public_arrays is not None:
-        described["public_loss_fn"] = checkpoints.program(
-            with_key(step.public_loss_fn), params, example_of(plan.public_arrays),
-            jax.random.key(0),
-        )  # fmt: skip
+        public_loss = described_loss(step.public_loss_fn, params, plan.public_arrays)
+        described["public_loss_fn"] = public_loss
     return described
+
+
+def described_step(step: Any, params: Params, arrays: Batch, key: bytes) -> dict[str, str]:
+    """What a `TrainStep` or `FederatedStep` decides of a run that begins at `params`."""
+    part = trainable_part(params, thawed_mask(step.trainable))
+    opt_state = step.optimizer.init(part)
+    programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
+    names = [field.name for field in dataclasses.fields(step) if field.name not in programs]
+    return {
+        **checkpoints.fields("mechanism", step.mechanism),
+        "loss_fn": described_loss(step.loss_fn, params, arrays),
+        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
+        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
+        **{name: str(getattr(step, name)) for name in names},
+    }
+
+
+def described_loss(loss_fn: LossFn, params: Params, arrays: Batch) -> str:
+    """The program of a loss on one example of `arrays`."""
+    return checkpoints.program(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
 
 
 def _generate(
