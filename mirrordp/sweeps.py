@@ -25,12 +25,14 @@ from mirrordp._books import Books, check_books
 from mirrordp._convolutions import where_faster
 from mirrordp.averages import Average
 from mirrordp.budget import Budget
+from mirrordp.clipping import frozen_mask
 from mirrordp.data import Overlap, PrivateData, PublicData
 from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.training import (
     TrainInfo,
     TrainState,
+    TrainStep,
     plan_runs,
     prepared_blocks,
     randomness,
@@ -142,29 +144,23 @@ def train_sweep(
         loss_fn = where_faster(loss_fn, side_by_side=True)
         if public_loss_fn is not None:
             public_loss_fn = where_faster(public_loss_fn, side_by_side=True)
-    plan = plan_runs(
-        loss_fn,
-        params,
-        private,
-        public,
-        [run.alpha for run in runs],
+    train_step = TrainStep(
+        loss_fn=loss_fn,
         mechanism=mechanism,
         optimizer=optimizer,
-        num_steps=num_steps,
         public_loss_fn=public_loss_fn,
         public_batch_size=public_batch_size,
         scale_noise=scale_noise,
         noisy_clip_norm=noisy_clip_norm,
         average=average,
-        trainable=trainable,
+        trainable=frozen_mask(trainable, params),
         microbatch_size=microbatch_size,
-        overlap=overlap,
-        steps_per_call=steps_per_call,
-        stream=stream,
-        ledger=ledger,
         show_unprivatized=show_unprivatized,
-        admit=admit,
     )
+    plan = plan_runs(
+        train_step, params, private, public, [run.alpha for run in runs], num_steps=num_steps,
+        overlap=overlap, steps_per_call=steps_per_call, stream=stream, ledger=ledger, admit=admit,
+    )  # fmt: skip
     charged_to = ledger_for(mechanism.adjacency, ledger)
     books = [Books(mechanism, ledger=charged_to, budget=budget) for _ in runs]
     if budget is not None:

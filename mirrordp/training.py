@@ -170,6 +170,20 @@ class TrainStep:
     microbatch_size: int | None = None
     show_unprivatized: bool = False
 
+    def __post_init__(self):
+        _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=self.mechanism)
+        _validate.instance_of(
+            optax.GradientTransformation, "Use optax.sgd(...), for one.", optimizer=self.optimizer
+        )
+        if self.average is not None:
+            _validate.instance_of((UniformAverage, ExponentialAverage), average=self.average)
+        if self.noisy_clip_norm is not None:
+            _validate.positive(noisy_clip_norm=self.noisy_clip_norm)
+        if self.public_batch_size is not None:
+            _validate.positive_integer(public_batch_size=self.public_batch_size)
+        if self.microbatch_size is not None:
+            _validate.positive_integer(microbatch_size=self.microbatch_size)
+
     @property
     def _mask(self) -> PyTree | None:
         return thawed_mask(self.trainable)
@@ -480,6 +494,19 @@ def train(
         An iterator of `(TrainState, TrainInfo)`.
     """
     check_books(mechanism, ledger, budget, checkpoint)
+    train_step = TrainStep(
+        loss_fn=loss_fn,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        public_loss_fn=public_loss_fn,
+        public_batch_size=public_batch_size,
+        scale_noise=scale_noise,
+        noisy_clip_norm=noisy_clip_norm,
+        average=average,
+        trainable=frozen_mask(trainable, params),
+        microbatch_size=microbatch_size,
+        show_unprivatized=show_unprivatized,
+    )
     with contextlib.ExitStack() as stack:
         books: list[Books] = []
 
@@ -494,28 +521,9 @@ def train(
             stack.callback(books[0].close)
 
         plan = plan_runs(
-            loss_fn,
-            params,
-            private,
-            public,
-            [alpha],
-            mechanism=mechanism,
-            optimizer=optimizer,
-            num_steps=num_steps,
-            public_loss_fn=public_loss_fn,
-            public_batch_size=public_batch_size,
-            scale_noise=scale_noise,
-            noisy_clip_norm=noisy_clip_norm,
-            average=average,
-            trainable=trainable,
-            microbatch_size=microbatch_size,
-            overlap=overlap,
-            steps_per_call=steps_per_call,
-            stream=stream,
-            ledger=ledger,
-            show_unprivatized=show_unprivatized,
-            admit=admit,
-        )
+            train_step, params, private, public, [alpha], num_steps=num_steps, overlap=overlap,
+            steps_per_call=steps_per_call, stream=stream, ledger=ledger, admit=admit,
+        )  # fmt: skip
         entropy = books[0].verified(functools.partial(_configuration, plan), seed)
         rng, keys = randomness(entropy, secure=mechanism.is_secure)
         steps = _generate(plan, rng, keys, books[0])
@@ -561,51 +569,37 @@ class Plan(NamedTuple):
 
 
 def plan_runs(
-    loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
-    public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
-    steps_per_call, stream, ledger, show_unprivatized, admit: Callable[[np.ndarray], None],
-) -> Plan:  # fmt: skip
+    train_step: TrainStep,
+    params: Params,
+    private: PrivateData,
+    public: PublicData | None,
+    alphas: Sequence[float | Sequence[float] | AlphaSchedule],
+    *,
+    num_steps: int | None,
+    overlap: Overlap,
+    steps_per_call: int,
+    stream: bool | None,
+    ledger: Ledger | None,
+    admit: Callable[[np.ndarray], None],
+) -> Plan:
     """Checks everything that can be checked before private data is used; see `train`.
 
-    `alphas` holds one α (number, list or schedule) for each run that shares the rest. `admit` is
-    given their values when all but the private rows has been checked; it may refuse.
+    `alphas` holds one α for each run that shares the rest. `admit` is given their values when all
+    but the private rows has been checked; it may refuse.
     """
     require_private(private)
-    _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=mechanism)
     _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=overlap)
     _validate.positive_integer(steps_per_call=steps_per_call)
+    mechanism, loss_fn = train_step.mechanism, train_step.loss_fn
+    public_loss_fn = train_step.public_loss_fn
     total = mechanism.num_steps if num_steps is None else num_steps
     _validate.positive_integer(num_steps=total)
-    _validate.instance_of(
-        optax.GradientTransformation, "Use optax.sgd(...), for one.", optimizer=optimizer
-    )
-    if average is not None:
-        _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
-    if noisy_clip_norm is not None:
-        _validate.positive(noisy_clip_norm=noisy_clip_norm)
-    if public_batch_size is not None:
-        _validate.positive_integer(public_batch_size=public_batch_size)
-    if microbatch_size is not None:
-        _validate.positive_integer(microbatch_size=microbatch_size)
     table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
     for row in table:
         check_charged_steps(row, mechanism)
     public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
     mechanism.check_num_examples(len(private))
     params = jax.tree.map(jnp.asarray, params)
-    train_step = TrainStep(
-        loss_fn=loss_fn,
-        mechanism=mechanism,
-        optimizer=optimizer,
-        public_loss_fn=public_loss_fn,
-        public_batch_size=public_batch_size,
-        scale_noise=scale_noise,
-        noisy_clip_norm=noisy_clip_norm,
-        average=average,
-        trainable=frozen_mask(trainable, params),
-        microbatch_size=microbatch_size,
-        show_unprivatized=show_unprivatized,
-    )
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
