@@ -36,7 +36,7 @@ from mirrordp.checkpoint import (
     remove_checkpoints,
 )
 from mirrordp.mechanism import UNITS
-from mirrordp.report import NOT_FOR_RELEASE, ReportError, RunReport, upwards
+from mirrordp.report import NOT_FOR_RELEASE, ReportError, RunReport, percent_upwards, upwards
 from mirrordp.report_commands import add_report_commands
 from mirrordp.secure import require_cryptography
 from mirrordp.tables import TASKS
@@ -912,7 +912,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     if report.ledger is not None:
         budget = report.ledger["budget"]
         print(
-            f"Budget: {_upward_percent(budget['used'])} used after {_count(budget['runs'], 'run')}"
+            f"Budget: {percent_upwards(budget['used'])} used after {_count(budget['runs'], 'run')}"
             f"; all of them together have at most epsilon {budget['epsilon']:g}, delta "
             f"{budget['delta']:g}."
         )
@@ -1166,16 +1166,12 @@ def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
         ),
         ("adjacency", status.adjacency.value),
         ("unit", f"one {status.unit}"),
-        ("used", f"{_upward_percent(status.used)}, by {_count(status.runs, 'run')}"),
+        ("used", f"{percent_upwards(status.used)}, by {_count(status.runs, 'run')}"),
         ("room for", room),
         ("ledger", f"{_count(status.position.length, 'record')}, head {status.position.head}"),
     ]
     for name, value in rows:
         print(f"{name:<12}{value}")
-
-
-def _upward_percent(share: float) -> str:
-    return f"{math.ceil(1000 * share - 1e-9) / 10:g}%"
 
 
 def _count(count: int, what: str) -> str:
