@@ -32,7 +32,7 @@ from mirrordp import _fingerprint, _validate, accounting, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
-from mirrordp.averages import Average, ExponentialAverage, UniformAverage
+from mirrordp.averages import Average
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
@@ -66,6 +66,7 @@ from mirrordp.training import (
     Unprivatized,
     check_charged_steps,
     check_loss,
+    check_options,
     check_trainable,
     described_loss,
     described_step,
@@ -375,23 +376,16 @@ class FederatedStep:
     show_unprivatized: bool = False
 
     def __post_init__(self):
-        _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=self.mechanism)
+        check_options(self, "Use server_sgd(1.0).")
         if self.mechanism.unit != "user":
             raise ValueError(
                 f"here one record is one user, got a mechanism of unit {self.mechanism.unit!r}. "
                 'Make it with unit="user" and sample users.'
             )
-        _validate.instance_of(
-            optax.GradientTransformation, "Use server_sgd(1.0).", optimizer=self.optimizer
-        )
         _validate.positive(client_learning_rate=self.client_learning_rate)
         _validate.positive_integer(
             client_batch_size=self.client_batch_size, local_epochs=self.local_epochs
         )
-        if self.public_batch_size is not None:
-            _validate.positive_integer(public_batch_size=self.public_batch_size)
-        if self.average is not None:
-            _validate.instance_of((UniformAverage, ExponentialAverage), average=self.average)
         if self.adaptive_clip is not None:
             _validate.instance_of(AdaptiveClip, adaptive_clip=self.adaptive_clip)
             if self.mechanism.noise.num_bands > 1:

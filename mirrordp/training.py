@@ -171,16 +171,9 @@ class TrainStep:
     show_unprivatized: bool = False
 
     def __post_init__(self):
-        _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=self.mechanism)
-        _validate.instance_of(
-            optax.GradientTransformation, "Use optax.sgd(...), for one.", optimizer=self.optimizer
-        )
-        if self.average is not None:
-            _validate.instance_of((UniformAverage, ExponentialAverage), average=self.average)
+        check_options(self, "Use optax.sgd(...), for one.")
         if self.noisy_clip_norm is not None:
             _validate.positive(noisy_clip_norm=self.noisy_clip_norm)
-        if self.public_batch_size is not None:
-            _validate.positive_integer(public_batch_size=self.public_batch_size)
         if self.microbatch_size is not None:
             _validate.positive_integer(microbatch_size=self.microbatch_size)
 
@@ -294,6 +287,16 @@ class TrainStep:
             unprivatized=unprivatized.per_record(),
         )
         return TrainState(step, params, opt_state, noise_state, average), info
+
+
+def check_options(step: Any, optimizer_advice: str) -> None:
+    """Raises for what is wrong in a `TrainStep` as in a `FederatedStep`."""
+    _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=step.mechanism)
+    _validate.instance_of(optax.GradientTransformation, optimizer_advice, optimizer=step.optimizer)
+    if step.average is not None:
+        _validate.instance_of((UniformAverage, ExponentialAverage), average=step.average)
+    if step.public_batch_size is not None:
+        _validate.positive_integer(public_batch_size=step.public_batch_size)
 
 
 def updated(
