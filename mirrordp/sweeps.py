@@ -222,9 +222,8 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
     scan = functools.partial(scan_passes, train_step, may_skip)
     if inputs.alpha.shape[0] == 1:
         # Mapping over an axis of length one would only cost.
-        one = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-        inputs = one(inputs._replace(is_last=None))._replace(is_last=inputs.is_last)
-        found = scan(one(states), one(partial_sums), inputs, private, excluded, public, one(keys))
+        state, partial_sum, key = jax.tree.map(lambda leaf: leaf[0], (states, partial_sums, keys))
+        found = scan(state, partial_sum, inputs.first_run(), private, excluded, public, key)
         return jax.tree.map(lambda leaf: leaf[None], found)
     # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
     axes = jax.tree.map(lambda _: 0, inputs._replace(is_last=None))
@@ -236,9 +235,7 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
 def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     nothing = plan.train_step.nothing_yet(plan.params)
     partial_sums = _stack([nothing] * len(batches))
-    on_device = None if plan.stream else jax.device_put(plan.private.arrays)
-    public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
-    excluded = jax.device_put(plan.excluded)
+    arrays = plan.on_device()
     charged = np.zeros(len(batches), int)
     for start, calls in prepared_blocks(plan, batches):
         block = plan.block(start)
@@ -249,9 +246,8 @@ def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, 
         infos = []
         for inputs in calls:
             states, partial_sums, info = _run_all(
-                plan.train_step, plan.may_skip, states, partial_sums, inputs, on_device, excluded,
-                public_arrays, keys,
-            )  # fmt: skip
+                plan.train_step, plan.may_skip, states, partial_sums, inputs, *arrays, keys
+            )
             infos.append(info)
         info = whole_steps(calls, infos)
         shown = plan.train_step.show_unprivatized

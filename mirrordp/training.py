@@ -366,6 +366,11 @@ class Passes(NamedTuple):
     alpha: Any  # [passes]
     is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
 
+    def first_run(self) -> "Passes":
+        """Of inputs with an axis for runs, those of the first."""
+        one = jax.tree.map(lambda leaf: leaf[0], self._replace(is_last=None))
+        return one._replace(is_last=self.is_last)
+
 
 def scan_passes(
     train_step: TrainStep,
@@ -566,6 +571,11 @@ class Plan(NamedTuple):
         calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
         return -(-self.steps_per_call // calls)
 
+    def on_device(self) -> tuple[Batch | None, jax.Array, Batch | None]:
+        """Private rows unless they are streamed, which of them are excluded, and public rows."""
+        private = None if self.stream else self.private.arrays
+        return jax.device_put((private, self.excluded, self.public_arrays))
+
     def block(self, start: int) -> np.ndarray:
         """α of the steps of one block."""
         return self.alphas[:, start : start + self.steps_per_call]
@@ -673,9 +683,7 @@ def _generate(
         if kept is not None:
             begin, charged = kept.step, kept.charged_steps
             yield state, TrainInfo(begin, charged, **info_fields(kept.shown))
-        on_device = None if plan.stream else jax.device_put(plan.private.arrays)
-        public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
-        excluded = jax.device_put(plan.excluded)
+        arrays = plan.on_device()
         for start, calls in prepared_blocks(plan, [batches], begin):
             block = plan.block(start)[0]
             reads = int((block > 0).sum())
@@ -684,12 +692,10 @@ def _generate(
             infos = []
             with interruptible():
                 for inputs in calls:
-                    one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
-                    one = one._replace(is_last=inputs.is_last)
+                    one = inputs.first_run()
                     state, partial_sum, info = _run_passes(
-                        train_step, plan.may_skip, state, partial_sum, one, on_device, excluded,
-                        public_arrays, keys,
-                    )  # fmt: skip
+                        train_step, plan.may_skip, state, partial_sum, one, *arrays, keys
+                    )
                     infos.append(info)
                 info = whole_steps(calls, infos)
             found = TrainInfo(
