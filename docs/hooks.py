@@ -25,7 +25,7 @@ ORDER = (
     "theory.md",
 )
 # How the command line is used is said by its help; the rest has its page elsewhere.
-NOT_REFERENCE = {"cli", "demo", "report_commands", "page", "charts"}
+NOT_REFERENCE = {"cli", "demo", "page", "charts"}
 
 
 def on_files(files, config):

@@ -121,6 +121,17 @@ def merge(part: PyTree, params: Params) -> Params:
     )
 
 
+def float32_or_wider(leaf: Any) -> Any:
+    """The dtype in which sums of gradients like `leaf` are taken and receive their noise."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
+    """The clipped sum over nobody."""
+    part = trainable_part(params, trainable)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, float32_or_wider(leaf)), part)
+
+
 def clipped_grad(
     loss_fn: LossFn,
     *,
@@ -196,9 +207,7 @@ def bounded(grad: PyTree, l2_clip_norm: Any) -> PyTree:
     Scaling a vector whose largest entry exceeds one down to largest entry one leaves
     clip(·, 1) unchanged, since its norm was above one and still is at least one.
     """
-    wide = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) / l2_clip_norm, grad
-    )
+    wide = jax.tree.map(lambda leaf: leaf.astype(float32_or_wider(leaf)) / l2_clip_norm, grad)
     largest = jnp.max(
         jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(wide)])
     )

@@ -455,20 +455,7 @@ def excluded_users(
         return mask
     names = {_spelling(name) for name in public.ids}
     mask[:] = [_spelling(name) in names for name in private.ids]
-    count = int(mask.sum())
-    if not count:
-        return mask
-    message = f"{count} private users are also public users"
-    if overlap is Overlap.REFUSE:
-        raise ValueError(
-            f"{message}, and overlap='refuse' was asked for. Take them from one of the two sides "
-            f"or pass overlap=Overlap.DROP. {UNPROTECTED}"
-        )
-    warnings.warn(
-        f"{UNPROTECTED} {message}; they contribute nothing to training.",
-        UnprotectedWarning,
-        stacklevel=3,
-    )
+    _announce(mask, "private users are also public users", overlap)
     return mask
 
 
@@ -579,10 +566,15 @@ def excluded_rows(
     require_same_structure(private, public)
     public_rows = set(_row_bytes(public))
     mask = np.fromiter((row in public_rows for row in _row_bytes(private)), bool, len(private))
-    count = int(mask.sum())
-    if not count:
-        return mask
-    message = f"{count} private rows equal a public row"
+    _announce(mask, "private rows equal a public row", overlap)
+    return mask
+
+
+def _announce(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
+    """Tells the operator of records that were found on both sides, or refuses them."""
+    if not excluded.any():
+        return
+    message = f"{int(excluded.sum())} {what}"
     if overlap is Overlap.REFUSE:
         raise ValueError(
             f"{message}, and overlap='refuse' was asked for. Remove them from one of the two "
@@ -591,9 +583,8 @@ def excluded_rows(
     warnings.warn(
         f"{UNPROTECTED} {message}; they contribute nothing to training.",
         UnprotectedWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
-    return mask
 
 
 def _row_bytes(data: PrivateData | PublicData):

@@ -146,21 +146,36 @@ class _Problem:
 class _PrivateLinearModel(BaseEstimator, abc.ABC):
     """What the estimators share: validation, scaling, settings, the private descent, the report."""
 
-    epsilon: float
-    delta: float
-    fit_intercept: bool
-    method: str
-    num_steps: int | str
-    l2_clip_norm: float | str
-    learning_rate: float | str
-    row_norm_bound: float | None
-    adjacency: str
-    secure: bool
-    random_state: Any
-
     coef_: np.ndarray
     intercept_: Any
     n_features_in_: int
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        fit_intercept: bool = True,
+        method: str = "auto",
+        num_steps: int | str = "auto",
+        l2_clip_norm: float | str = "auto",
+        learning_rate: float | str = "auto",
+        row_norm_bound: float | None = None,
+        adjacency: str = "zero-out",
+        secure: bool = False,
+        random_state: Any = None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.num_steps = num_steps
+        self.l2_clip_norm = l2_clip_norm
+        self.learning_rate = learning_rate
+        self.row_norm_bound = row_norm_bound
+        self.adjacency = adjacency
+        self.secure = secure
+        self.random_state = random_state
 
     @abc.abstractmethod
     def _encode(self, y: np.ndarray, y_public: np.ndarray | None) -> _Problem:
@@ -664,18 +679,12 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         secure=False,
         random_state=None,
     ):
-        self.epsilon = epsilon
-        self.delta = delta
+        super().__init__(
+            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
+            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
         self.target_range = target_range
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.num_steps = num_steps
-        self.l2_clip_norm = l2_clip_norm
-        self.learning_rate = learning_rate
-        self.row_norm_bound = row_norm_bound
-        self.adjacency = adjacency
-        self.secure = secure
-        self.random_state = random_state
 
     def _encode(self, y, y_public):
         y = _as_numbers("y", y, f" {UNPROTECTED}")
@@ -719,33 +728,6 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
 
     Minimises e^s − y s with s = ⟨θ, x⟩ + b, for counts y ≥ 0; see `mirrordp.linear`.
     """
-
-    def __init__(
-        self,
-        epsilon=1.0,
-        delta=1e-5,
-        *,
-        fit_intercept=True,
-        method="auto",
-        num_steps="auto",
-        l2_clip_norm="auto",
-        learning_rate="auto",
-        row_norm_bound=None,
-        adjacency="zero-out",
-        secure=False,
-        random_state=None,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.num_steps = num_steps
-        self.l2_clip_norm = l2_clip_norm
-        self.learning_rate = learning_rate
-        self.row_norm_bound = row_norm_bound
-        self.adjacency = adjacency
-        self.secure = secure
-        self.random_state = random_state
 
     def _encode(self, y, y_public):
         y = _as_counts("y", y, f" {UNPROTECTED}")
@@ -808,18 +790,12 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         secure=False,
         random_state=None,
     ):
-        self.epsilon = epsilon
-        self.delta = delta
+        super().__init__(
+            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
+            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
         self.classes = classes
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.num_steps = num_steps
-        self.l2_clip_norm = l2_clip_norm
-        self.learning_rate = learning_rate
-        self.row_norm_bound = row_norm_bound
-        self.adjacency = adjacency
-        self.secure = secure
-        self.random_state = random_state
 
     def _encode(self, y, y_public):
         known = self.classes if self.classes is not None else y_public

@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -33,17 +32,19 @@ from mirrordp import _fingerprint, _validate, accounting, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
-from mirrordp.averages import Average, ExponentialAverage, UniformAverage
+from mirrordp.averages import Average
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     bounded,
+    float32_or_wider,
     frozen_mask,
     merge,
     takes_key,
     thawed_mask,
     trainable_part,
     with_key,
+    zero_sum,
 )
 from mirrordp.data import (
     ClientData,
@@ -65,13 +66,18 @@ from mirrordp.training import (
     Unprivatized,
     check_charged_steps,
     check_loss,
+    check_options,
     check_trainable,
-    example_of,
+    described_loss,
+    described_step,
     fits_on_device,
     info_fields,
+    prepared_ahead,
     randomness,
     shown_arrays,
+    updated,
     warn_of_unused,
+    whole_steps,
 )
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
@@ -193,7 +199,7 @@ def clip_delta(delta: PyTree, l2_clip_norm: jax.typing.ArrayLike) -> ClippedDelt
     scale = 1 / jnp.maximum(optax.tree.norm(units) * (1 + _ROUNDING), 1)
     clipped = jax.tree.map(lambda leaf: leaf * (scale * l2_clip_norm).astype(leaf.dtype), units)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(delta)]))
-    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), delta))
+    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(float32_or_wider(leaf)), delta))
     return ClippedDelta(clipped, norm, finite)
 
 
@@ -370,23 +376,16 @@ class FederatedStep:
     show_unprivatized: bool = False
 
     def __post_init__(self):
-        _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=self.mechanism)
+        check_options(self, "Use server_sgd(1.0).")
         if self.mechanism.unit != "user":
             raise ValueError(
                 f"here one record is one user, got a mechanism of unit {self.mechanism.unit!r}. "
                 'Make it with unit="user" and sample users.'
             )
-        _validate.instance_of(
-            optax.GradientTransformation, "Use server_sgd(1.0).", optimizer=self.optimizer
-        )
         _validate.positive(client_learning_rate=self.client_learning_rate)
         _validate.positive_integer(
             client_batch_size=self.client_batch_size, local_epochs=self.local_epochs
         )
-        if self.public_batch_size is not None:
-            _validate.positive_integer(public_batch_size=self.public_batch_size)
-        if self.average is not None:
-            _validate.instance_of((UniformAverage, ExponentialAverage), average=self.average)
         if self.adaptive_clip is not None:
             _validate.instance_of(AdaptiveClip, adaptive_clip=self.adaptive_clip)
             if self.mechanism.noise.num_bands > 1:
@@ -415,11 +414,8 @@ class FederatedStep:
 
     def zero_sum(self, params: Params) -> Contribution:
         """The sum over nobody."""
-        part = trainable_part(params, self._mask)
-        return Contribution(
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part),
-            None if self.adaptive_clip is None else jnp.zeros([]),
-        )
+        count = None if self.adaptive_clip is None else jnp.zeros([])
+        return Contribution(zero_sum(params, self._mask), count)
 
     def local_updates(
         self,
@@ -491,13 +487,9 @@ class FederatedStep:
         contributions, norms = jax.vmap(contribute)(deltas, is_padding)
         total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), contributions)
         if not self.show_unprivatized:
-            return total, Unprivatized(*jnp.zeros([3]))
-        real = ~is_padding
-        return total, Unprivatized(
-            loss=jnp.sum(jnp.where(real, losses, 0.0), dtype=jnp.float32),
-            clip_fraction=jnp.sum(real & ~(norms <= state.clip_norm), dtype=jnp.float32),
-            batch_size=jnp.sum(real, dtype=jnp.float32),
-        )
+            return total, Unprivatized.zero()
+        # A norm that is not a number was not below C either.
+        return total, Unprivatized.sums(losses, ~(norms <= state.clip_norm), is_padding)
 
     def public_grad(
         self,
@@ -563,7 +555,7 @@ class FederatedStep:
         Args:
             state: the state before the round.
             total: the sum of the users' contributions.
-            unprivatized: sums of unprivatized values; `Unprivatized(0, 0, 0)` if there are none.
+            unprivatized: sums of unprivatized values; `Unprivatized.zero()` if there are none.
             public_gradient: g_pub, or None for DP-FedAvg.
             alpha: α_t; only 1 without a public gradient.
             public_loss: passed on to the info.
@@ -606,35 +598,18 @@ class FederatedStep:
             update = mix_gradients(
                 private_grad, public_gradient, alpha=alpha, scale_noise=self.scale_noise
             )
-        part = trainable_part(state.params, self._mask)
-        update = jax.tree.map(lambda u, p: u.astype(p.dtype), update, part)
-        update, opt_state = self.optimizer.update(update, state.opt_state, part)
-        part = optax.apply_updates(part, update)
         number = state.round + 1
-        average = state.average
-        if self.average is not None:
-            kept = trainable_part(average, self._mask)
-            average = merge(self.average.update(kept, part, number), average)
-        count = jnp.maximum(unprivatized.batch_size, 1)
+        params, opt_state, average = updated(self, state, update, number)
         info = RoundInfo(
             noisy_grad_norm=optax.tree.norm(private_grad).astype(jnp.float32),
             public_loss=jnp.asarray(public_loss, jnp.float32),
             clip_norm=state.clip_norm,
-            unprivatized=Unprivatized(
-                unprivatized.loss / count,
-                unprivatized.clip_fraction / count,
-                unprivatized.batch_size,
-            ),
+            unprivatized=unprivatized.per_record(),
         )
-        params = merge(part, state.params)
         new_state = FederatedState(
             number, params, opt_state, noise_state, clip_norm, state.client_learning_rate, average
         )
         return new_state, info
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _tree(tree: Any) -> Any:
@@ -674,7 +649,7 @@ def _run_passes(
 ):
     """Scans over passes; carries the state and the sum of the round in progress."""
     users_per_pass = inputs.users.shape[1]
-    zero = (step.zero_sum(state.params), Unprivatized(*jnp.zeros([3])))
+    zero = (step.zero_sum(state.params), Unprivatized.zero())
     no_info = RoundInfo(jnp.zeros([]), jnp.zeros([]), jnp.zeros([]), zero[1])
 
     def add_pass(state, partial_sum, x):
@@ -898,41 +873,25 @@ class _Simulation(NamedTuple):
 
 def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
     """Everything that decides what the run computes, in words or as a fingerprint."""
-    step, params = run.step, run.params
-    part = trainable_part(params, step._mask)
-    opt_state = step.optimizer.init(part)
-    plain = (
-        *("client_learning_rate", "client_batch_size", "local_epochs", "public_batch_size"),
-        *("scale_noise", "adaptive_clip", "average", "trainable", "show_unprivatized"),
-    )
-
-    def loss(loss_fn: LossFn, clients: ClientData | PublicData) -> str:
-        return checkpoints.program(
-            with_key(loss_fn), params, example_of(clients.arrays), jax.random.key(0)
-        )
-
-    described = {
-        **checkpoints.fields("mechanism", step.mechanism),
+    step, params, private, public = run.step, run.params, run.private, run.public
+    described = described_step(step, params, private.arrays, key) | {
         "alpha": checkpoints.outline(run.alphas),
         "rounds_per_call": str(run.rounds_per_call),
         # The order of additions, and so the last digits, follow from it.
         "users_per_pass": str(run.users_per_pass),
-        "max_examples_per_user": str(run.private.max_examples_per_user),
+        "max_examples_per_user": str(private.max_examples_per_user),
         "stream": str(run.stream),
-        "loss_fn": loss(step.loss_fn, run.private),
-        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
-        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
         "private data": _fingerprint.of_arrays(
-            key, (run.private.arrays, run.private.num_examples, run.excluded)
+            key, (private.arrays, private.num_examples, run.excluded)
         ),
-        **{name: str(getattr(step, name)) for name in plain},
     }
-    if run.public is not None:
+    if public is not None:
         users = ()
-        if isinstance(run.public, PublicClients):
-            users = (run.public.num_examples, run.public.max_examples_per_user)
-        described["public data"] = _fingerprint.of_arrays(key, (run.public.arrays, users))
-        described["public_loss_fn"] = loss(step.public_loss_fn or step.loss_fn, run.public)
+        if isinstance(public, PublicClients):
+            users = (public.num_examples, public.max_examples_per_user)
+        described["public data"] = _fingerprint.of_arrays(key, (public.arrays, users))
+        public_loss = described_loss(step.public_loss_fn or step.loss_fn, params, public.arrays)
+        described["public_loss_fn"] = public_loss
     return described
 
 
@@ -969,9 +928,7 @@ def _rounds(
     """Rounds from number `first` on: charged, computed, kept, yielded, a few at a time."""
     step, params, private, public = run.step, run.params, run.private, run.public
     alphas, rounds_per_call, users_per_pass = run.alphas, run.rounds_per_call, run.users_per_pass
-    if first == len(alphas):
-        return
-    partial_sum = (step.zero_sum(params), Unprivatized(*jnp.zeros([3])))
+    partial_sum = (step.zero_sum(params), Unprivatized.zero())
     on_host = ClientArrays(private.arrays, private.starts, private.num_examples)
     on_device = None if run.stream else ClientArrays.of(private)
     public_width, public_arrays = 0, None
@@ -996,38 +953,32 @@ def _rounds(
         )
 
     charged = int((alphas[:first] > 0).sum())
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        upcoming = executor.submit(prepare, first)
-        for start in range(first, len(alphas), rounds_per_call):
-            calls = upcoming.result()
-            if start + rounds_per_call < len(alphas):
-                upcoming = executor.submit(prepare, start + rounds_per_call)
-            block = alphas[start : start + rounds_per_call]
-            reads = int((block > 0).sum())
-            books.charge(charged, charged + reads)
-            charged += reads
-            infos = []
-            with interruptible():
-                for inputs in calls:
-                    state, partial_sum, info = _run_passes(
-                        step, state, partial_sum, inputs, on_device, excluded,
-                        public_arrays, keys, width=width, public_width=public_width,
-                    )  # fmt: skip
-                    is_last = inputs.is_last
-                    infos.append(jax.tree.map(lambda leaf, i=is_last: np.asarray(leaf)[i], info))
-            info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos)
-            found = FederatedInfo(
-                round=start + len(block),
-                charged_rounds=charged,
-                alpha=block,
-                noisy_grad_norm=info.noisy_grad_norm,
-                public_loss=info.public_loss,
-                clip_norm=info.clip_norm,
-                unprivatized=info.unprivatized if step.show_unprivatized else None,
-            )
-            kept = Kept(found.round, charged, shown_arrays(found))
-            books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
-            yield state, found
+    for start, calls in prepared_ahead(prepare, range(first, len(alphas), rounds_per_call)):
+        block = alphas[start : start + rounds_per_call]
+        reads = int((block > 0).sum())
+        books.charge(charged, charged + reads)
+        charged += reads
+        infos = []
+        with interruptible():
+            for inputs in calls:
+                state, partial_sum, info = _run_passes(
+                    step, state, partial_sum, inputs, on_device, excluded,
+                    public_arrays, keys, width=width, public_width=public_width,
+                )  # fmt: skip
+                infos.append(info)
+            info = whole_steps(calls, infos)
+        found = FederatedInfo(
+            round=start + len(block),
+            charged_rounds=charged,
+            alpha=block,
+            noisy_grad_norm=info.noisy_grad_norm,
+            public_loss=info.public_loss,
+            clip_norm=info.clip_norm,
+            unprivatized=info.unprivatized if step.show_unprivatized else None,
+        )
+        kept = Kept(found.round, charged, shown_arrays(found))
+        books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
+        yield state, found
 
 
 def _pack(

@@ -842,8 +842,12 @@ def upwards(epsilon: float, digits: int = 4) -> str:
 
 
 def percent_upwards(share: float) -> str:
-    """A percentage, rounded up for the same reason."""
-    return f"{min(math.ceil(1000 * share) / 10, 100):g}%"
+    """A percentage, rounded up for the same reason.
+
+    >>> percent_upwards(0.1 + 0.2)
+    '30%'
+    """
+    return f"{min(math.ceil(1000 * share - 1e-9) / 10, 100):g}%"
 
 
 def _cell(text: str) -> str:

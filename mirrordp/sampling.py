@@ -11,7 +11,7 @@ dropped, and Poisson stays Poisson.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -114,10 +114,7 @@ class PoissonSampling:
 
     def __post_init__(self):
         _validate.probability(sampling_prob=self.sampling_prob)
-        _validate.positive(expected_batch_size=self.expected_batch_size)
-        if self.num_examples is not None:
-            _validate.positive_integer(num_examples=self.num_examples)
-        _default_capacity(self, self.expected_batch_size)
+        _check_constants(self)
 
     @classmethod
     def for_batch_size(
@@ -185,10 +182,7 @@ class CyclicPoissonSampling:
     def __post_init__(self):
         _validate.probability(sampling_prob=self.sampling_prob)
         _validate.positive_integer(num_groups=self.num_groups)
-        _validate.positive(expected_batch_size=self.expected_batch_size)
-        if self.num_examples is not None:
-            _validate.positive_integer(num_examples=self.num_examples)
-        _default_capacity(self, self.expected_batch_size)
+        _check_constants(self)
 
     @classmethod
     def for_batch_size(
@@ -271,7 +265,7 @@ class FixedSizeSampling:
     def __post_init__(self):
         _validate.positive_integer(batch_size=self.batch_size, num_examples=self.num_examples)
         _check_batch_size(self.batch_size, self.num_examples)
-        _default_capacity(self, None, exactly=self.batch_size)
+        _check_constants(self, math.ceil)
 
     @property
     def sampling_prob(self) -> float:
@@ -329,10 +323,7 @@ class FullBatch:
     name: ClassVar[str] = "full batch"
 
     def __post_init__(self):
-        _validate.positive(expected_batch_size=self.expected_batch_size)
-        if self.num_examples is not None:
-            _validate.positive_integer(num_examples=self.num_examples)
-        _default_capacity(self, None, exactly=math.ceil(self.expected_batch_size))
+        _check_constants(self, math.ceil)
 
     @property
     def sampling_prob(self) -> float:
@@ -364,12 +355,15 @@ class FullBatch:
         return (everyone for _ in range(num_steps))
 
 
-def _default_capacity(
-    sampler: Sampling, expected_batch_size: float | None, exactly: int = 0
+def _check_constants(
+    sampler: Sampling, capacity_for: Callable[[float], int] = default_capacity
 ) -> None:
+    """Checks what all samplers have, and fills in the capacity where none was given."""
+    _validate.positive(expected_batch_size=sampler.expected_batch_size)
+    if sampler.num_examples is not None:
+        _validate.positive_integer(num_examples=sampler.num_examples)
     if sampler.capacity == 0:
-        chosen = exactly or default_capacity(expected_batch_size or 1.0)
-        object.__setattr__(sampler, "capacity", chosen)
+        object.__setattr__(sampler, "capacity", capacity_for(sampler.expected_batch_size))
     _validate.positive_integer(capacity=sampler.capacity)
 
 

@@ -25,12 +25,14 @@ from mirrordp._books import Books, check_books
 from mirrordp._convolutions import where_faster
 from mirrordp.averages import Average
 from mirrordp.budget import Budget
+from mirrordp.clipping import frozen_mask
 from mirrordp.data import Overlap, PrivateData, PublicData
 from mirrordp.ledger import Ledger, ledger_for
 from mirrordp.mechanism import Mechanism
 from mirrordp.training import (
     TrainInfo,
     TrainState,
+    TrainStep,
     plan_runs,
     prepared_blocks,
     randomness,
@@ -142,29 +144,23 @@ def train_sweep(
         loss_fn = where_faster(loss_fn, side_by_side=True)
         if public_loss_fn is not None:
             public_loss_fn = where_faster(public_loss_fn, side_by_side=True)
-    plan = plan_runs(
-        loss_fn,
-        params,
-        private,
-        public,
-        [run.alpha for run in runs],
+    train_step = TrainStep(
+        loss_fn=loss_fn,
         mechanism=mechanism,
         optimizer=optimizer,
-        num_steps=num_steps,
         public_loss_fn=public_loss_fn,
         public_batch_size=public_batch_size,
         scale_noise=scale_noise,
         noisy_clip_norm=noisy_clip_norm,
         average=average,
-        trainable=trainable,
+        trainable=frozen_mask(trainable, params),
         microbatch_size=microbatch_size,
-        overlap=overlap,
-        steps_per_call=steps_per_call,
-        stream=stream,
-        ledger=ledger,
         show_unprivatized=show_unprivatized,
-        admit=admit,
     )
+    plan = plan_runs(
+        train_step, params, private, public, [run.alpha for run in runs], num_steps=num_steps,
+        overlap=overlap, steps_per_call=steps_per_call, stream=stream, ledger=ledger, admit=admit,
+    )  # fmt: skip
     charged_to = ledger_for(mechanism.adjacency, ledger)
     books = [Books(mechanism, ledger=charged_to, budget=budget) for _ in runs]
     if budget is not None:
@@ -226,9 +222,8 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
     scan = functools.partial(scan_passes, train_step, may_skip)
     if inputs.alpha.shape[0] == 1:
         # Mapping over an axis of length one would only cost.
-        one = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-        inputs = one(inputs._replace(is_last=None))._replace(is_last=inputs.is_last)
-        found = scan(one(states), one(partial_sums), inputs, private, excluded, public, one(keys))
+        state, partial_sum, key = jax.tree.map(lambda leaf: leaf[0], (states, partial_sums, keys))
+        found = scan(state, partial_sum, inputs.first_run(), private, excluded, public, key)
         return jax.tree.map(lambda leaf: leaf[None], found)
     # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
     axes = jax.tree.map(lambda _: 0, inputs._replace(is_last=None))
@@ -240,9 +235,7 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
 def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     nothing = plan.train_step.nothing_yet(plan.params)
     partial_sums = _stack([nothing] * len(batches))
-    on_device = None if plan.stream else jax.device_put(plan.private.arrays)
-    public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
-    excluded = jax.device_put(plan.excluded)
+    arrays = plan.on_device()
     charged = np.zeros(len(batches), int)
     for start, calls in prepared_blocks(plan, batches):
         block = plan.block(start)
@@ -253,9 +246,8 @@ def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, 
         infos = []
         for inputs in calls:
             states, partial_sums, info = _run_all(
-                plan.train_step, plan.may_skip, states, partial_sums, inputs, on_device, excluded,
-                public_arrays, keys,
-            )  # fmt: skip
+                plan.train_step, plan.may_skip, states, partial_sums, inputs, *arrays, keys
+            )
             infos.append(info)
         info = whole_steps(calls, infos)
         shown = plan.train_step.show_unprivatized

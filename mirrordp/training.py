@@ -14,12 +14,13 @@ above the capacity is finished in further passes of the same shape before the no
 import contextlib
 import dataclasses
 import functools
+import itertools
 import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from mirrordp.clipping import (
     thawed_mask,
     trainable_part,
     with_key,
+    zero_sum,
 )
 from mirrordp.data import (
     Overlap,
@@ -60,6 +62,8 @@ from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
+
+Prepared = TypeVar("Prepared")
 
 
 class TrainState(NamedTuple):
@@ -86,6 +90,28 @@ class Unprivatized(NamedTuple):
     loss: jax.Array
     clip_fraction: jax.Array
     batch_size: jax.Array
+
+    @classmethod
+    def zero(cls) -> "Unprivatized":
+        """Of nobody, or where nobody asked."""
+        return cls(*jnp.zeros([3]))
+
+    @classmethod
+    def sums(
+        cls, losses: jax.Array, is_clipped: jax.Array, is_padding: jax.Array
+    ) -> "Unprivatized":
+        """Sums over the records of one pass; `per_record` turns those of a step into means."""
+        real = ~is_padding
+        return cls(
+            loss=jnp.sum(jnp.where(real, losses, 0.0), dtype=jnp.float32),
+            clip_fraction=jnp.sum(real & is_clipped, dtype=jnp.float32),
+            batch_size=jnp.sum(real, dtype=jnp.float32),
+        )
+
+    def per_record(self) -> "Unprivatized":
+        """Loss and clip fraction divided by the number of records."""
+        count = jnp.maximum(self.batch_size, 1)
+        return Unprivatized(self.loss / count, self.clip_fraction / count, self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +170,13 @@ class TrainStep:
     microbatch_size: int | None = None
     show_unprivatized: bool = False
 
+    def __post_init__(self):
+        check_options(self, "Use optax.sgd(...), for one.")
+        if self.noisy_clip_norm is not None:
+            _validate.positive(noisy_clip_norm=self.noisy_clip_norm)
+        if self.microbatch_size is not None:
+            _validate.positive_integer(microbatch_size=self.microbatch_size)
+
     @property
     def _mask(self) -> PyTree | None:
         return thawed_mask(self.trainable)
@@ -157,21 +190,17 @@ class TrainStep:
 
     def init(self, params: Params, key: jax.Array) -> TrainState:
         """The state before the first step; `key` seeds the noise and must be secret."""
-        part = trainable_part(params, self._mask)
-        wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), part)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(part),
-            noise_state=self.mechanism.privatizer(key).init(wide),
+            opt_state=self.optimizer.init(trainable_part(params, self._mask)),
+            noise_state=self.mechanism.privatizer(key).init(zero_sum(params, self._mask)),
             average=None if self.average is None else params,
         )
 
     def nothing_yet(self, params: Params) -> tuple[PyTree, Unprivatized]:
         """What `private_sum` gives for an empty batch."""
-        part = trainable_part(params, self._mask)
-        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), part)
-        return zero, Unprivatized(*jnp.zeros([3]))
+        return zero_sum(params, self._mask), Unprivatized.zero()
 
     def __call__(
         self,
@@ -199,16 +228,9 @@ class TrainStep:
         """The clipped sum of one pass, not yet private, with *sums* of the unprivatized values."""
         clipped_sum, stats = self.clipped_grad.with_stats(params, batch, is_padding, keys=keys)
         if not self.show_unprivatized:
-            return clipped_sum, Unprivatized(*jnp.zeros([3]))
-        real = ~is_padding
-        unprivatized = Unprivatized(
-            loss=jnp.sum(jnp.where(real, stats.unprivatized_losses, 0.0), dtype=jnp.float32),
-            clip_fraction=jnp.sum(
-                real & (stats.unprivatized_norms > self.mechanism.l2_clip_norm), dtype=jnp.float32
-            ),
-            batch_size=jnp.sum(real, dtype=jnp.float32),
-        )
-        return clipped_sum, unprivatized
+            return clipped_sum, Unprivatized.zero()
+        is_clipped = stats.unprivatized_norms > self.mechanism.l2_clip_norm
+        return clipped_sum, Unprivatized.sums(stats.unprivatized_losses, is_clipped, is_padding)
 
     def finish(
         self,
@@ -257,36 +279,52 @@ class TrainStep:
                 private_grad, public_gradient, alpha=alpha, scale_noise=self.scale_noise
             )
 
-        part = trainable_part(state.params, self._mask)
-        update = jax.tree.map(lambda u, p: u.astype(p.dtype), update, part)
-        update, opt_state = self.optimizer.update(update, state.opt_state, part)
-        part = optax.apply_updates(part, update)
-        params = merge(part, state.params)
         step = state.step + 1
-        average = state.average
-        if self.average is not None:
-            kept = trainable_part(average, self._mask)
-            average = merge(self.average.update(kept, part, step), average)
-        count = jnp.maximum(unprivatized.batch_size, 1)
+        params, opt_state, average = updated(self, state, update, step)
         info = StepInfo(
             noisy_grad_norm=noisy_grad_norm.astype(jnp.float32),
             public_loss=public_loss.astype(jnp.float32),
-            unprivatized=Unprivatized(
-                unprivatized.loss / count,
-                unprivatized.clip_fraction / count,
-                unprivatized.batch_size,
-            ),
+            unprivatized=unprivatized.per_record(),
         )
         return TrainState(step, params, opt_state, noise_state, average), info
+
+
+def check_options(step: Any, optimizer_advice: str) -> None:
+    """Raises for what is wrong in a `TrainStep` as in a `FederatedStep`."""
+    _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=step.mechanism)
+    _validate.instance_of(optax.GradientTransformation, optimizer_advice, optimizer=step.optimizer)
+    if step.average is not None:
+        _validate.instance_of((UniformAverage, ExponentialAverage), average=step.average)
+    if step.public_batch_size is not None:
+        _validate.positive_integer(public_batch_size=step.public_batch_size)
+
+
+def updated(
+    train_step: Any, state: Any, update: PyTree, number: jax.Array
+) -> tuple[Params, PyTree, Params | None]:
+    """What the optimiser makes of a (mixed) gradient: parameters, its state, and their average.
+
+    Args:
+        train_step: a `TrainStep`, or the `FederatedStep` of a round.
+        state: what was before.
+        update: the gradient.
+        number: of the new iterate, 1, 2, ...
+    """
+    trainable = thawed_mask(train_step.trainable)
+    part = trainable_part(state.params, trainable)
+    update = jax.tree.map(lambda u, p: u.astype(p.dtype), update, part)
+    update, opt_state = train_step.optimizer.update(update, state.opt_state, part)
+    part = optax.apply_updates(part, update)
+    average = state.average
+    if train_step.average is not None:
+        kept = trainable_part(average, trainable)
+        average = merge(train_step.average.update(kept, part, number), average)
+    return merge(part, state.params), opt_state, average
 
 
 def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
     """One of two trees, leaf by leaf; leaves that are the same array are left as they are."""
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 class Keys(NamedTuple):
@@ -327,6 +365,11 @@ class Passes(NamedTuple):
     batch: Any  # the examples themselves where data is streamed, else None
     alpha: Any  # [passes]
     is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
+
+    def first_run(self) -> "Passes":
+        """Of inputs with an axis for runs, those of the first."""
+        one = jax.tree.map(lambda leaf: leaf[0], self._replace(is_last=None))
+        return one._replace(is_last=self.is_last)
 
 
 def scan_passes(
@@ -459,6 +502,19 @@ def train(
         An iterator of `(TrainState, TrainInfo)`.
     """
     check_books(mechanism, ledger, budget, checkpoint)
+    train_step = TrainStep(
+        loss_fn=loss_fn,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        public_loss_fn=public_loss_fn,
+        public_batch_size=public_batch_size,
+        scale_noise=scale_noise,
+        noisy_clip_norm=noisy_clip_norm,
+        average=average,
+        trainable=frozen_mask(trainable, params),
+        microbatch_size=microbatch_size,
+        show_unprivatized=show_unprivatized,
+    )
     with contextlib.ExitStack() as stack:
         books: list[Books] = []
 
@@ -473,28 +529,9 @@ def train(
             stack.callback(books[0].close)
 
         plan = plan_runs(
-            loss_fn,
-            params,
-            private,
-            public,
-            [alpha],
-            mechanism=mechanism,
-            optimizer=optimizer,
-            num_steps=num_steps,
-            public_loss_fn=public_loss_fn,
-            public_batch_size=public_batch_size,
-            scale_noise=scale_noise,
-            noisy_clip_norm=noisy_clip_norm,
-            average=average,
-            trainable=trainable,
-            microbatch_size=microbatch_size,
-            overlap=overlap,
-            steps_per_call=steps_per_call,
-            stream=stream,
-            ledger=ledger,
-            show_unprivatized=show_unprivatized,
-            admit=admit,
-        )
+            train_step, params, private, public, [alpha], num_steps=num_steps, overlap=overlap,
+            steps_per_call=steps_per_call, stream=stream, ledger=ledger, admit=admit,
+        )  # fmt: skip
         entropy = books[0].verified(functools.partial(_configuration, plan), seed)
         rng, keys = randomness(entropy, secure=mechanism.is_secure)
         steps = _generate(plan, rng, keys, books[0])
@@ -529,15 +566,15 @@ class Plan(NamedTuple):
         return bool((self.alphas == 0).any())
 
     @property
-    def starts(self) -> range:
-        """The first steps of the blocks between two yields."""
-        return range(0, self.alphas.shape[1], self.steps_per_call)
-
-    @property
     def passes_per_call(self) -> int:
         """Passes of one compiled call: what has to be idle in the last one of a block is less."""
         calls = -(-self.steps_per_call // _MAX_PASSES_PER_CALL)
         return -(-self.steps_per_call // calls)
+
+    def on_device(self) -> tuple[Batch | None, jax.Array, Batch | None]:
+        """Private rows unless they are streamed, which of them are excluded, and public rows."""
+        private = None if self.stream else self.private.arrays
+        return jax.device_put((private, self.excluded, self.public_arrays))
 
     def block(self, start: int) -> np.ndarray:
         """α of the steps of one block."""
@@ -545,51 +582,37 @@ class Plan(NamedTuple):
 
 
 def plan_runs(
-    loss_fn, params, private, public, alphas, *, mechanism, optimizer, num_steps, public_loss_fn,
-    public_batch_size, scale_noise, noisy_clip_norm, average, trainable, microbatch_size, overlap,
-    steps_per_call, stream, ledger, show_unprivatized, admit: Callable[[np.ndarray], None],
-) -> Plan:  # fmt: skip
+    train_step: TrainStep,
+    params: Params,
+    private: PrivateData,
+    public: PublicData | None,
+    alphas: Sequence[float | Sequence[float] | AlphaSchedule],
+    *,
+    num_steps: int | None,
+    overlap: Overlap,
+    steps_per_call: int,
+    stream: bool | None,
+    ledger: Ledger | None,
+    admit: Callable[[np.ndarray], None],
+) -> Plan:
     """Checks everything that can be checked before private data is used; see `train`.
 
-    `alphas` holds one α (number, list or schedule) for each run that shares the rest. `admit` is
-    given their values when all but the private rows has been checked; it may refuse.
+    `alphas` holds one α for each run that shares the rest. `admit` is given their values when all
+    but the private rows has been checked; it may refuse.
     """
     require_private(private)
-    _validate.instance_of(Mechanism, "Use Mechanism.calibrate(...).", mechanism=mechanism)
     _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=overlap)
     _validate.positive_integer(steps_per_call=steps_per_call)
+    mechanism, loss_fn = train_step.mechanism, train_step.loss_fn
+    public_loss_fn = train_step.public_loss_fn
     total = mechanism.num_steps if num_steps is None else num_steps
     _validate.positive_integer(num_steps=total)
-    _validate.instance_of(
-        optax.GradientTransformation, "Use optax.sgd(...), for one.", optimizer=optimizer
-    )
-    if average is not None:
-        _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
-    if noisy_clip_norm is not None:
-        _validate.positive(noisy_clip_norm=noisy_clip_norm)
-    if public_batch_size is not None:
-        _validate.positive_integer(public_batch_size=public_batch_size)
-    if microbatch_size is not None:
-        _validate.positive_integer(microbatch_size=microbatch_size)
     table = np.stack([schedules.evaluate(schedules.as_schedule(a), total) for a in alphas])
     for row in table:
         check_charged_steps(row, mechanism)
     public_arrays = _check_public(public, table, needs_rows=bool((table < 1).any()))
     mechanism.check_num_examples(len(private))
     params = jax.tree.map(jnp.asarray, params)
-    train_step = TrainStep(
-        loss_fn=loss_fn,
-        mechanism=mechanism,
-        optimizer=optimizer,
-        public_loss_fn=public_loss_fn,
-        public_batch_size=public_batch_size,
-        scale_noise=scale_noise,
-        noisy_clip_norm=noisy_clip_norm,
-        average=average,
-        trainable=frozen_mask(trainable, params),
-        microbatch_size=microbatch_size,
-        show_unprivatized=show_unprivatized,
-    )
     check_loss("loss_fn", loss_fn, params, private.arrays)
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
@@ -616,29 +639,36 @@ def plan_runs(
 def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
     """Everything that decides what the run computes, in words or as a fingerprint."""
     step, params = plan.train_step, plan.params
-    part = trainable_part(params, step._mask)
-    opt_state = step.optimizer.init(part)
-    plain = ("public_batch_size", "scale_noise", "noisy_clip_norm", "average", "microbatch_size",
-             "show_unprivatized", "trainable")  # fmt: skip
-    described = {
-        **checkpoints.fields("mechanism", step.mechanism),
+    described = described_step(step, params, plan.private.arrays, key) | {
         "alpha": checkpoints.outline(plan.alphas[0]),
         "steps_per_call": str(plan.steps_per_call),
-        "loss_fn": checkpoints.program(
-            with_key(step.loss_fn), params, example_of(plan.private.arrays), jax.random.key(0)
-        ),
-        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
-        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
         "private data": _fingerprint.of_arrays(key, (plan.private.arrays, plan.excluded)),
         "public data": _fingerprint.of_arrays(key, plan.public_arrays),
-        **{name: str(getattr(step, name)) for name in plain},
     }
     if step.public_loss_fn is not None and plan.public_arrays is not None:
-        described["public_loss_fn"] = checkpoints.program(
-            with_key(step.public_loss_fn), params, example_of(plan.public_arrays),
-            jax.random.key(0),
-        )  # fmt: skip
+        public_loss = described_loss(step.public_loss_fn, params, plan.public_arrays)
+        described["public_loss_fn"] = public_loss
     return described
+
+
+def described_step(step: Any, params: Params, arrays: Batch, key: bytes) -> dict[str, str]:
+    """What a `TrainStep` or `FederatedStep` decides of a run that begins at `params`."""
+    part = trainable_part(params, thawed_mask(step.trainable))
+    opt_state = step.optimizer.init(part)
+    programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
+    names = [field.name for field in dataclasses.fields(step) if field.name not in programs]
+    return {
+        **checkpoints.fields("mechanism", step.mechanism),
+        "loss_fn": described_loss(step.loss_fn, params, arrays),
+        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
+        "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
+        **{name: str(getattr(step, name)) for name in names},
+    }
+
+
+def described_loss(loss_fn: LossFn, params: Params, arrays: Batch) -> str:
+    """The program of a loss on one example of `arrays`."""
+    return checkpoints.program(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
 
 
 def _generate(
@@ -653,9 +683,7 @@ def _generate(
         if kept is not None:
             begin, charged = kept.step, kept.charged_steps
             yield state, TrainInfo(begin, charged, **info_fields(kept.shown))
-        on_device = None if plan.stream else jax.device_put(plan.private.arrays)
-        public_arrays = None if plan.public_arrays is None else jax.device_put(plan.public_arrays)
-        excluded = jax.device_put(plan.excluded)
+        arrays = plan.on_device()
         for start, calls in prepared_blocks(plan, [batches], begin):
             block = plan.block(start)[0]
             reads = int((block > 0).sum())
@@ -664,12 +692,10 @@ def _generate(
             infos = []
             with interruptible():
                 for inputs in calls:
-                    one = jax.tree.map(lambda leaf: leaf[0], inputs._replace(is_last=None))
-                    one = one._replace(is_last=inputs.is_last)
+                    one = inputs.first_run()
                     state, partial_sum, info = _run_passes(
-                        train_step, plan.may_skip, state, partial_sum, one, on_device, excluded,
-                        public_arrays, keys,
-                    )  # fmt: skip
+                        train_step, plan.may_skip, state, partial_sum, one, *arrays, keys
+                    )
                     infos.append(info)
                 info = whole_steps(calls, infos)
             found = TrainInfo(
@@ -717,17 +743,23 @@ def prepared_blocks(
         capacity = plan.mechanism.sampling.capacity
         return pack(plan.block(start), batches, capacity, plan.passes_per_call, host_arrays)
 
-    starts = plan.starts[begin // plan.steps_per_call :]
+    return prepared_ahead(prepare, range(begin, plan.alphas.shape[1], plan.steps_per_call))
+
+
+def prepared_ahead(
+    prepare: Callable[[int], Prepared], starts: range
+) -> Iterator[tuple[int, Prepared]]:
+    """Each start with what `prepare` makes of it, in order, one ahead of who iterates."""
     if not starts:
         return
     executor = ThreadPoolExecutor(max_workers=1)
     try:
-        upcoming = executor.submit(prepare, begin)
-        for start in starts:
-            calls = upcoming.result()
-            if start + plan.steps_per_call < plan.alphas.shape[1]:
-                upcoming = executor.submit(prepare, start + plan.steps_per_call)
-            yield start, calls
+        upcoming = executor.submit(prepare, starts[0])
+        for start, following in itertools.zip_longest(starts, starts[1:]):
+            prepared = upcoming.result()
+            if following is not None:
+                upcoming = executor.submit(prepare, following)
+            yield start, prepared
     finally:
         # A run that was left unfinished may end with the interpreter, when no thread can be joined.
         executor.shutdown(wait=not sys.is_finalizing())
@@ -787,7 +819,7 @@ def pack(
     return calls
 
 
-def whole_steps(calls: Sequence[Passes], infos: Sequence[StepInfo]) -> Any:
+def whole_steps(calls: Sequence[Any], infos: Sequence[Any]) -> Any:
     """Of what the passes of several calls report, the part that belongs to whole steps."""
     kept = [
         jax.tree.map(lambda leaf, call=call: np.asarray(leaf)[..., call.is_last], info)

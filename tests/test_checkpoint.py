@@ -136,6 +136,13 @@ class TestResume:
         charged = options.get("mechanism", MECHANISM).event_between(0, info.charged_steps)
         assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == charged
 
+    def test_a_finished_run_whose_last_block_was_short(self, tmp_path):
+        interrupted(tmp_path / "run", 3, steps_per_call=5)
+        resumed = list(run(tmp_path / "run", resume=True, steps_per_call=5))
+        assert [found.step for _, found in resumed] == [12]
+        assert bits(resumed[-1][0]) == bits(uninterrupted()[0])
+        assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
+
     def test_randomness_of_the_system_is_kept_until_the_end(self, tmp_path, monkeypatch):
         monkeypatch.setattr("secrets.randbits", lambda _: 123)
         whole, _ = last(run(seed=None))
@@ -559,7 +566,7 @@ class TestFit:
         assert keys[2] != keys[0]
 
     def test_killed_after_the_model_was_written(self, files, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(cli, "_remove_secrets", interrupt)
+        monkeypatch.setattr(cli._tables, "_remove_secrets", interrupt)
         assert cli.main(fit_options(files)) == 130
         monkeypatch.undo()
         kept = self.coefficients(files)
@@ -571,13 +578,13 @@ class TestFit:
         assert not (tmp_path / "model.run").exists()
 
     def test_interrupted_after_everything_was_done(self, files, capsys, monkeypatch):
-        remove = cli._remove_secrets
+        remove = cli._tables._remove_secrets
 
         def removed_then_interrupted(*args):
             remove(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(cli, "_remove_secrets", removed_then_interrupted)
+        monkeypatch.setattr(cli._tables, "_remove_secrets", removed_then_interrupted)
         assert cli.main(fit_options(files)) == 130
         message = capsys.readouterr().err
         assert "The run had finished" in message

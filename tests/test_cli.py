@@ -20,7 +20,7 @@ ACCOUNT = ["account", "--noise-multiplier", "1.5"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """How long things take must not decide what tests see."""
-    monkeypatch.setattr(cli, "_PATIENCE", 1e6)
+    monkeypatch.setattr(cli._common, "_PATIENCE", 1e6)
 
 
 def run_json(capsys, *arguments):
@@ -295,7 +295,7 @@ def test_interrupt_has_no_traceback(capsys, tmp_path, monkeypatch):
 
 def test_installed_command():
     result = subprocess.run(
-        [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--json", "--quiet"],
+        [sys.executable, "-m", "mirrordp", *ACCOUNT, *SMALL, "--json", "--quiet"],
         capture_output=True,
         text=True,
         check=True,
@@ -306,7 +306,7 @@ def test_installed_command():
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (False, False), (False, True)])
 def test_what_takes_long_is_said(capsys, monkeypatch, terminal, quiet):
-    monkeypatch.setattr(cli, "_PATIENCE", 0.01)
+    monkeypatch.setattr(cli._common, "_PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     slow = accounting.epsilon
     monkeypatch.setattr(
@@ -345,7 +345,7 @@ def test_a_full_disk_is_one_sentence(capsys, tmp_path, monkeypatch):
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback():
-    command = [sys.executable, "-m", "mirrordp.cli", *ACCOUNT, *SMALL, "--quiet"]
+    command = [sys.executable, "-m", "mirrordp", *ACCOUNT, *SMALL, "--quiet"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         errors = process.stderr.read()
@@ -365,4 +365,4 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     ],
 )  # fmt: skip
 def test_a_message_of_several_sentences_becomes_one(message, sentence):
-    assert cli._sentence(ValueError(message)) == sentence
+    assert cli._common.sentence(ValueError(message)) == sentence

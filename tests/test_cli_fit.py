@@ -445,7 +445,7 @@ def test_parquet_in_and_out(capsys, files, tmp_path):
 
 def test_installed_command(files):
     result = subprocess.run(
-        [sys.executable, "-m", "mirrordp.cli", *fit_options(files, target="z")],
+        [sys.executable, "-m", "mirrordp", *fit_options(files, target="z")],
         capture_output=True,
         text=True,
         check=False,

@@ -412,7 +412,7 @@ def test_names_that_a_terminal_cannot_show(tmp_path):
     page, image = tmp_path / "page.html", tmp_path / "image.png"
     words = ["compare", *folders, "--html", page, "--png", image]
     result = subprocess.run(
-        [sys.executable, "-m", "mirrordp.cli", *map(str, words)],
+        [sys.executable, "-m", "mirrordp", *map(str, words)],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
         capture_output=True,
         check=True,

@@ -466,7 +466,8 @@ class TestCommand:
         for made in lines:
             command.records.append(tmp_path / "runs.jsonl", made)
         readme = tmp_path / "README.md"
-        readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+        begin, end = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
+        readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
         out = str(tmp_path)
         assert command.main(["--out", out, "--plot-only", "--readme", str(readme)]) == 0
         text = (tmp_path / "table.md").read_text()
@@ -483,7 +484,7 @@ class TestCommand:
         assert "| 3, 0.5, 0.3 |" not in text
         assert "Mechanics only, not a result: 20 rounds" in text
         assert "ε = 123.4" in text
-        assert readme.read_text() == f"before\n{report.BEGIN}\n{text}{report.END}\nafter\n"
+        assert readme.read_text() == f"before\n{begin}\n{text}{end}\nafter\n"
         figure = (tmp_path / "figure.svg").read_text()
         assert "STAND-IN" in figure
         assert "ε = 8.29" in figure

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import sections
 from experiments.deep import paper, results
 from experiments.deep.results import Place
 from experiments.deep.settings import ALGORITHMS, Settings
@@ -22,7 +23,6 @@ from experiments.records import Record
 from mirrordp.report import upwards
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- deep {name}: begin -->", "<!-- deep {name}: end -->"
 DATASETS = {"cifar10": "CIFAR-10", "emnist": "EMNIST", "wikitext2": "WikiText-2"}
 LABELS = {"cold": "cold DP-SGD", "warm": "warm DP-SGD", "pda": "PDA-DPMD"}
 NONE, MISSING = "–", "*missing*"
@@ -656,15 +656,6 @@ def blocks(
     }
 
 
-def replace_block(text: str, name: str, content: str) -> str:
-    """Put `content` between the markers of block `name`."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"expected the markers {begin!r} and {end!r} once each; add them.")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables, or refresh them in the README."""
     parser = argparse.ArgumentParser(
@@ -696,7 +687,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = arguments.readme.read_text(encoding="utf-8")
     try:
         for name, content in contents.items():
-            text = replace_block(text, name, content)
+            text = sections.replaced(text, f"deep {name}", f"\n{content}\n\n")
     except ValueError as error:
         print(f"error: {arguments.readme.name}: {error}", file=sys.stderr)
         return 2

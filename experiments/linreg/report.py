@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
 
+from experiments import sections
 from experiments.linreg.simulation import TARGET_STD
 from experiments.records import Record
 
@@ -27,7 +28,6 @@ STYLES = {
     "pda-dpmd": {"color": "#009E73", "marker": "^"},
 }
 OPTIMUM = TARGET_STD**2
-BEGIN, END = "<!-- linreg {name}: begin -->", "<!-- linreg {name}: end -->"
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -182,15 +182,6 @@ def markdown(found: Sequence[Record]) -> str:
     )
 
 
-def replace_section(text: str, name: str, content: str) -> str:
-    """Put `content` between the markers of section `name`."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"expected the markers {begin!r} and {end!r} once each; add them")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
-
-
 def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | None = None) -> None:
     """Write `<name>.png` and `<name>.md` into `folder`, and the section `name` of `readme`."""
     if not found:
@@ -200,7 +191,8 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
     content = markdown(found)
     (folder / f"{name}.md").write_text(content + "\n")
     if readme is not None:
-        readme.write_text(replace_section(readme.read_text(), name, content))
+        text = sections.replaced(readme.read_text(), f"linreg {name}", f"\n{content}\n\n")
+        readme.write_text(text)
     print(losses_table(found))
 
 

@@ -527,8 +527,7 @@ def staged(
             )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute what is missing, then write table and figure; see `--help`."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments stackoverflow",
         description="Next-word prediction under user-level privacy: cold, warm, PDA-DPMD.",
@@ -587,6 +586,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=existing_file,
         help="also write the table into the marked section of this file",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute what is missing, then write table and figure; see `--help`."""
+    parser = _parser()
     arguments = parser.parse_args(argv)
     began = clock()
     lines = arguments.out / "runs.jsonl"

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import sections
 from experiments.records import Record
 from mirrordp.report import upwards
 
-BEGIN, END = "<!-- stackoverflow: begin -->", "<!-- stackoverflow: end -->"
 LABELS = {"cold": "DP-FedAvg cold", "warm": "DP-FedAvg warm", "pda": "PDA-DPMD warm"}
 PAPER = {"cold": (18.52, 116.21), "warm": (21.2, 85.03), "pda": (21.77, 80.51)}
 # What is larger is shown as "> 1e6".
@@ -231,9 +231,8 @@ def write(found: Sequence[Record], out: Path, *, readme: Path | None = None) -> 
     (out / "table.md").write_text(text)
     print(text)
     if readme is not None:
-        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
-        _, after = rest.split(END)
-        readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+        whole = sections.replaced(readme.read_text(encoding="utf-8"), "stackoverflow", text)
+        readme.write_text(whole, encoding="utf-8")
     if not final(found):
         return
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments import sections
 from experiments.records import Record
 from experiments.tabular.methods import (
     COLD,
@@ -26,7 +27,6 @@ METRICS = {
     "adult": (("log_loss", "log-loss", ".4f", -1), ("accuracy", "accuracy", ".4f", 1)),
 }
 TITLES = {"housing": "California housing", "adult": "UCI Adult"}
-BEGIN, END = "<!-- tabular {name}: begin -->", "<!-- tabular {name}: end -->"
 # Okabe and Ito's palette, told apart by readers with any common colour blindness, and in grey by
 # marker.
 STYLES = {
@@ -233,7 +233,5 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
     draw(found, folder / f"{name}.png")
     print(text)
     if readme is not None:
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        before, rest = readme.read_text(encoding="utf-8").split(begin)
-        _, after = rest.split(end)
-        readme.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+        whole = sections.replaced(readme.read_text(encoding="utf-8"), f"tabular {name}", text)
+        readme.write_text(whole, encoding="utf-8")

@@ -27,6 +27,7 @@ from mirrordp import _validate, clipping
 from mirrordp.clipping import (
     ClippedGrad,
     ClipStats,
+    float32_or_wider,
     merge,
     takes_key,
     trainable_part,
@@ -339,7 +340,7 @@ def _clipped_sum(
     batch_size = is_padding.shape[0]
     if batch_size == 0:
         none = jnp.zeros(0)
-        return [jnp.zeros(leaf.shape, _float32_or_wider(leaf)) for leaf in split.leaves], none, none
+        return [jnp.zeros(leaf.shape, float32_or_wider(leaf)) for leaf in split.leaves], none, none
     losses, captured, cotangents = _backward(split, rows, batch_size)
     parts: dict[int, Factors] = {
         number: _factors.factors(sites[number], captured[number], cotangents[number][0])
@@ -453,7 +454,7 @@ def _leaf_sums(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Arr
     They are rearranged only: where the model casts a weight to fewer bits, a transposed cast would
     round the sum, and a contribution could exceed the clip norm.
     """
-    sums = [jnp.zeros(leaf.shape, _float32_or_wider(leaf)) for leaf in split.leaves]
+    sums = [jnp.zeros(leaf.shape, float32_or_wider(leaf)) for leaf in split.leaves]
     for number, total in weight_sums.items():
         site = split.program.sites[number]
         view = site.views[0]
@@ -462,10 +463,6 @@ def _leaf_sums(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Arr
         leaf = sums[view.leaf]
         sums[view.leaf] = leaf + view.restored(gradient, leaf.shape).astype(leaf.dtype)
     return sums
-
-
-def _float32_or_wider(array: Any) -> Any:
-    return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:

@@ -511,10 +511,6 @@ def _inner(one: Side, other: Side) -> Array:
     return _wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
 
 
-def _all_vectors(side: Side) -> Array:
-    return jnp.concatenate(_map_pieces(lambda vectors: vectors, side), axis=-1)
-
-
 def _prefers_pixels(one: Images, other: Images) -> bool:
     """Whether inner products of all pixels are at most half the work of those of all patches."""
     pixels = math.prod(one.pixels.shape[2:-1]) * math.prod(other.pixels.shape[2:-1])

@@ -689,8 +689,7 @@ def _finish(
     alpha: Any,
     public_loss: Any,
 ):
-    nothing_shown = Unprivatized(*jnp.zeros([3]))
-    return step.finish(state, total, nothing_shown, public_gradient, alpha, public_loss)
+    return step.finish(state, total, Unprivatized.zero(), public_gradient, alpha, public_loss)
 
 
 def client_app(

@@ -10,7 +10,7 @@ import pytest
 from matplotlib import image
 
 from experiments import __main__ as dispatcher
-from experiments import records
+from experiments import records, sections
 from experiments.deep import figures, paper, results, table
 from tests.experiments.deep_lines import SAMPLE, line
 
@@ -379,7 +379,7 @@ def test_the_readme_is_rewritten_between_its_markers(folder, tmp_path):
     readme = tmp_path / "README.md"
     names = [*table.blocks([], SETTINGS, []), "figures"]
     markers = "\n".join(
-        f"text {name}\n{table.BEGIN.format(name=name)}\nold\n{table.END.format(name=name)}"
+        f"text {name}\n<!-- deep {name}: begin -->\nold\n<!-- deep {name}: end -->"
         for name in names
     )
     readme.write_text(markers + "\nthe end\n")
@@ -401,9 +401,9 @@ def test_the_readme_is_rewritten_between_its_markers(folder, tmp_path):
 def test_our_readme_has_all_markers():
     text = table.README.read_text()
     for name in [*table.blocks([], SETTINGS, []), "figures"]:
-        text = table.replace_block(text, name, "x")
+        text = sections.replaced(text, f"deep {name}", "x")
     with pytest.raises(ValueError, match="expected the markers"):
-        table.replace_block(text, "nothing", "x")
+        sections.replaced(text, "deep nothing", "x")
 
 
 # Figures

@@ -492,8 +492,9 @@ def test_the_report_can_do_with_less(tmp_path, capsys):
     assert "nothing to draw" in capsys.readouterr().out
     report.write(made_up_records()[:2], tmp_path, "quick")
     assert (tmp_path / "quick.png").exists()
+    (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="markers"):
-        report.replace_section("no markers", "quick", "content")
+        report.write(made_up_records()[:2], tmp_path, "quick", readme=tmp_path / "README.md")
 
 
 def test_the_interval_is_students():

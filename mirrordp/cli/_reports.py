@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mirrordp.cli._common import add_command
 from mirrordp.compare import Comparison
 from mirrordp.page import comparison_page, report_page
 from mirrordp.report import ReportError, RunReport, write_atomically
 
-Command = Callable[..., argparse.ArgumentParser]
 
-
-def add_report_commands(commands: Any, command: Command) -> None:
-    """Registers both; `command(commands, name, run, summary, example)` makes a parser."""
-    report = command(
+def add_report_commands(commands: Any) -> None:
+    """Registers both."""
+    report = add_command(
         commands,
         "report",
         _report,
@@ -30,7 +29,7 @@ def add_report_commands(commands: Any, command: Command) -> None:
     )
     report.add_argument("--json", action="store_true", help="print one JSON object")
 
-    compare = command(
+    compare = add_command(
         commands,
         "compare",
         _compare,
