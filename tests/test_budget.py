@@ -412,6 +412,16 @@ class TestSeeds:
         with pytest.raises(BudgetError, match="got seed 3 again"):
             train(budget, seed=3)
 
+    def test_one_that_a_run_with_a_checkpoint_has(self, budget, tmp_path):
+        steps = train(budget, seed=3, checkpoint=mirrordp.Checkpoint(tmp_path / "run"))
+        next(steps)
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            train(budget, seed=3)
+        steps.close()
+        again = mirrordp.Checkpoint(tmp_path / "run", resume=True)
+        tools.last(train(budget, seed=3, checkpoint=again))
+        assert budget.status.runs == 1
+
     @pytest.mark.parametrize("same", [True, np.uint8(1)])
     def test_one_number_is_one_seed_however_it_is_written(self, budget, same):
         tools.last(train(budget, seed=1))

@@ -270,6 +270,17 @@ class TestRefused:
         state, _ = last(run(tmp_path / "run", resume=True, every=2))
         assert bits(state) == bits(uninterrupted()[0])
 
+    def test_batches_that_come_out_another_way(self, tmp_path, monkeypatch):
+        interrupted(tmp_path / "run", 1)
+        right = training.randomness
+
+        def other_batches(*args, **options):
+            return np.random.default_rng(99), right(*args, **options)[1]
+
+        monkeypatch.setattr(training, "randomness", other_batches)
+        with pytest.raises(CheckpointError, match="to be drawn again as they were"):
+            next(run(tmp_path / "run", resume=True))
+
     def test_another_number_of_processors_where_steps_are_replayed(self, tmp_path, monkeypatch):
         """What counts are those that the process may use: `taskset` changes how sums are cut."""
         for every in (1, 2):
