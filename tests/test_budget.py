@@ -412,6 +412,17 @@ class TestSeeds:
         with pytest.raises(BudgetError, match="got seed 3 again"):
             train(budget, seed=3)
 
+    def test_one_that_a_fit_had(self, budget):
+        rng = np.random.default_rng(0)
+        x, public_x = rng.normal(size=(300, 2)), rng.normal(size=(40, 2))
+        model = PrivateLinearRegression(0.5, DELTA, random_state=3)
+        data = x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40)
+        model.fit(*data, budget=budget)
+        assert model.n_iter_ > 0
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            model.set_params(num_steps=9).fit(*data, budget=budget)
+        assert budget.status.runs == 1
+
     def test_one_that_a_run_with_a_checkpoint_has(self, budget, tmp_path):
         steps = train(budget, seed=3, checkpoint=mirrordp.Checkpoint(tmp_path / "run"))
         next(steps)
