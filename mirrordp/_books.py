@@ -68,7 +68,8 @@ class Books:
         self._mechanism, self._run, self._every, self._first = mechanism, run, every, first
         self._charged_to = ledger if budget is None else budget
         self._budget = budget
-        self._seed: int | None = None
+        self.seed: int | None = None
+        """The caller's, from `verified` on."""
         self._name = secrets.token_hex(8) if run is None else run.id
         # Where the generator stands after so many draws: blocks are drawn ahead of time.
         self._drawn: dict[int, str] = {}
@@ -135,7 +136,7 @@ class Books:
             BudgetError: if another run on the budget had the seed.
         """
         self.check_seed(seed)
-        self._seed = seed
+        self.seed = seed
         return seed if self._run is None else self._run.verify(configuration(self._run.key), seed)
 
     def check_seed(self, seed: int | None) -> None:
@@ -173,14 +174,14 @@ class Books:
             batches: what `batches` returned; those of the steps that are done are drawn again.
         """
         if self._run is None:
-            self.claim(self._seed)
+            self.claim(self.seed)
             return state, None
         saved = self._run.saved
         if saved is None:
             # From here on the run has its randomness, before anything is charged.
             self._save(state, Kept(0, 0, {}))
         # Not before the run can be resumed: nobody else could have the seed any more.
-        self.claim(self._seed)
+        self.claim(self.seed)
         if saved is None:
             return state, None
         state, kept = restored(saved, state)
@@ -257,6 +258,11 @@ def check_books(
     """Refuses what cannot go together, before anything is opened."""
     if ledger is not None:
         _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
+        if isinstance(ledger, FileLedger) and "budget" in ledger.records[0]:
+            raise ValueError(
+                "the ledger of a budget is charged through the budget, which refuses what does not "
+                f"fit, got {str(ledger.path)!r} as ledger=. Pass the Budget as budget=."
+            )
     if budget is not None:
         _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
         if ledger is not None:

@@ -136,6 +136,7 @@ class Lock:
         import fcntl
 
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+        self._process = os.getpid()
         try:
             deadline = time.monotonic() + wait
             while True:
@@ -159,6 +160,17 @@ class Lock:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process holds it: one that was forked off has the handle, not the lock."""
+        return self._handle >= 0 and self._process == os.getpid()
+
+    def __reduce__(self):
+        raise TypeError(
+            "a lock belongs to one process, got a request for a copy. Open the folder or file by "
+            "its path where it is used."
+        )
 
     def close(self, _close=os.close) -> None:
         """Lets the next one in."""

@@ -6,6 +6,7 @@ under a random key does not. The key stays in a file that only its owner can rea
 
 import hashlib
 import hmac
+import operator
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ def of_arrays(key: bytes, arrays: PyTree) -> str:
 
 def of_seed(key: bytes, seed: int) -> str:
     """HMAC of a seed, which would give the noise away."""
-    return hmac.new(key, b"seed" + str(seed).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, b"seed" + str(operator.index(seed)).encode(), hashlib.sha256).hexdigest()
 
 
 def of_text(parts: Mapping[str, str]) -> str:

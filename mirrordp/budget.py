@@ -364,10 +364,11 @@ class Budget:
 
     def claim_seed(self, seed: int | None, run: str) -> None:
         """Notes the seed of a run, if `check_seed` allows it; durable when it returns."""
-        self.check_seed(seed, run)
-        if seed is not None and not self._runs_with(seed):
-            content = {"run": run, "fingerprint": _fingerprint.of_seed(self._key, seed)}
-            self._ledger.append("seed", content)
+        with self._ledger.mutex:
+            self.check_seed(seed, run)
+            if seed is not None and not self._runs_with(seed):
+                content = {"run": run, "fingerprint": _fingerprint.of_seed(self._key, seed)}
+                self._ledger.append("seed", content)
 
     def _runs_with(self, seed: int) -> list[str]:
         fingerprint = _fingerprint.of_seed(self._key, seed)
@@ -436,10 +437,11 @@ class Budget:
         """
         self.require_data()
         cost = self._divergences(event)
-        if not self._fits(cost):
-            self._refuse(cost, self._delta)
-        self._ledger.charge(event, block=block)
-        self._spent = self._spent + cost
+        with self._ledger.mutex:
+            if not self._fits(cost):
+                self._refuse(cost, self._delta)
+            self._ledger.charge(event, block=block)
+            self._spent = self._spent + cost
 
     def _fits(self, cost: np.ndarray, margin: float = 0.0) -> bool:
         total = self._spent + cost

@@ -41,11 +41,17 @@ from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import LEDGER_FILE, Budget
 from mirrordp.ledger import FileLedger, Position, check_position
+from mirrordp.noise import GaussianNoise
 from mirrordp.types import PyTree
 
 MAGIC = b"mirrordp checkpoint 1\n"
 KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{8})")
+
+
+# The first is compared only where steps are replayed, the second tells whether they are.
+_PROCESSORS = "number of processors"
+_IS_RARE = "whether steps are shown before they are kept"
 
 
 class CheckpointError(StorageError):
@@ -79,14 +85,10 @@ class Checkpoint:
     def __post_init__(self):
         _validate.positive_integer(every=self.every)
         _validate.non_negative(wait=self.wait)
-        device = jax.devices()[0].platform
-        exact = device == "cpu" or "xla_gpu_deterministic_ops=true" in os.environ.get(
-            "XLA_FLAGS", ""
-        )
-        if self.every > 1 and not exact:
+        if self.every > 1 and not _is_exact():
             raise ValueError(
-                f"every={self.every} needs steps that can be replayed to the bit, got a {device} "
-                "without that promise. Use every=1, or set "
+                f"every={self.every} needs steps that can be replayed to the bit, got a "
+                f"{jax.devices()[0].platform} without that promise. Use every=1, or set "
                 "XLA_FLAGS=--xla_gpu_deterministic_ops=true."
             )
 
@@ -194,6 +196,7 @@ class Run:
         try:
             _remove_leftovers(folder)
             self.key = _fingerprint.make_key(folder)
+            self._is_behind = False
             self.saved = self._load()
             if self.saved is not None and not checkpoint.resume:
                 raise CheckpointError(
@@ -247,16 +250,33 @@ class Run:
             **{f"version of {name}": version for name, version in library_versions().items()},
             "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
             "seed": "from the operating system" if seed is None else str(seed),
-        }
-        if self._checkpoint.every > 1:
+            # What a key stands for is also up to settings of JAX (jax_threefry_partitionable).
+            "noise of a key": _noise_program(),
             # How a matrix product is cut into threads decides its rounding.
-            described["number of processors"] = str(os.cpu_count())
+            _PROCESSORS: str(_num_processors()),
+            _IS_RARE: str(self._checkpoint.every > 1),
+        }
         if seed is not None and self.saved is None:
             self._entropy = seed
         self._configuration = described
         if self.saved is not None:
-            _compare(self.saved.configuration, described, self.folder)
+            self._compare(self.saved.configuration, described)
         return self._entropy
+
+    def _compare(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """Refuses another configuration; where steps that were seen run again, rounding counts."""
+        replays = self._is_behind or "True" in (then.get(_IS_RARE), now[_IS_RARE])
+        if replays and not _is_exact():
+            raise CheckpointError(
+                f"expected a device that can replay steps to the bit, since the newest checkpoint "
+                f"in {str(self.folder)!r} is older than what was shown, got a "
+                f"{jax.devices()[0].platform} without that promise. Set "
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true if the run began so, or begin another "
+                "run; what was charged stays charged."
+            )
+        left_out = {_IS_RARE} if replays else {_IS_RARE, _PROCESSORS}
+        then, now = ({k: v for k, v in c.items() if k not in left_out} for c in (then, now))
+        _compare(then, now, self.folder)
 
     def save(self, position: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a checkpoint; it is on disk when this returns."""
@@ -310,6 +330,7 @@ class Run:
                     UserWarning,
                     stacklevel=5,
                 )
+                self._is_behind = True
                 # It would count as the newest again.
                 for damaged in set(found) - {number}:
                     if damaged > number:
@@ -375,6 +396,25 @@ def _remove_leftovers(folder: Path) -> None:
     # A checkpoint that was being written when the process was killed is as secret as a whole one.
     for name in ("checkpoint-", _fingerprint.KEY_FILE):
         _files.remove_leftovers(folder, name)
+
+
+def _is_exact() -> bool:
+    """Whether the device computes the same program twice to the same bits."""
+    deterministic = "xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    return jax.devices()[0].platform == "cpu" or deterministic
+
+
+def _num_processors() -> int:
+    """Those that this process may use, which is what the compiler goes by."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _noise_program() -> str:
+    privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+    sums = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(4)}
+    return program(privatizer.update, sums, privatizer.init(sums))
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:

@@ -360,6 +360,13 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                     "X_public must have the columns of X in the same order, got others. "
                     "Pass X_public[X.columns]."
                 ) from None
+            if str(error).startswith(("Expected 2D array", "Complex data")):
+                # The original message goes on with the array itself.
+                first = str(error).splitlines()[0].rstrip(":")
+                raise ValueError(
+                    f"{first}. X{suffix} must hold real numbers in the shape (rows, features)."
+                    f"{remark}"
+                ) from None
             if "could not convert" not in str(error):
                 raise
             # The original message quotes the value.

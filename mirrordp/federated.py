@@ -557,7 +557,7 @@ class FederatedStep:
             total: the sum of the users' contributions.
             unprivatized: sums of unprivatized values; `Unprivatized.zero()` if there are none.
             public_gradient: g_pub, or None for DP-FedAvg.
-            alpha: α_t; only 1 without a public gradient.
+            alpha: α_t in [0, 1]; only 1 without a public gradient.
             public_loss: passed on to the info.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
@@ -565,9 +565,10 @@ class FederatedStep:
         def release(noise_state):
             weighted = total
             if not self.scale_noise:
-                # α ≤ 1 is a public constant, so the weighted sum has sensitivity at most C.
+                # A public constant of at most 1: the weighted sum has sensitivity at most C.
+                factor = jnp.clip(alpha, 0, 1)
                 weighted = total._replace(
-                    delta=jax.tree.map(lambda leaf: alpha.astype(leaf.dtype) * leaf, total.delta)
+                    delta=jax.tree.map(lambda leaf: factor.astype(leaf.dtype) * leaf, total.delta)
                 )
             # The privatizer's key lives in its state; the one given here is never used.
             noisy, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
@@ -905,6 +906,8 @@ def _generate(
     with contextlib.closing(books):
         batches = books.batches(len(run.private), rng)
         if given is not None:
+            # Another run from this state would have the same noise.
+            books.claim(books.seed)
             state, first = given, int(given.round)
             for _ in range(int((run.alphas[:first] > 0).sum())):
                 next(batches)

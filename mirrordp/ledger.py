@@ -21,6 +21,7 @@ import json
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -131,7 +132,8 @@ def ledger_for(adjacency: Adjacency, ledger: Ledger | None) -> Ledger:
 class FileLedger(Ledger):
     """A ledger in a file; make one with `create`, open it with `open` or `read`.
 
-    It is locked for one process while it is open; use it as a context or `close` it.
+    It is locked for one process while it is open; use it as a context or `close` it. Threads of
+    that process may share it; one that was forked off, or a copy by pickle, may not.
     """
 
     def __init__(self, path: Path, records: list[dict[str, Any]], lock: _files.Lock | None):
@@ -139,6 +141,8 @@ class FileLedger(Ledger):
         self._records: list[dict[str, Any]] = []
         self._charged: dict[str, int] = {}
         self._lock = lock
+        self.mutex = threading.RLock()
+        """Held from a look at the records to the append that relies on it."""
         try:
             super().__init__(Adjacency(records[0]["adjacency"]))
             for record in records:
@@ -283,33 +287,42 @@ class FileLedger(Ledger):
         if isinstance(event, dp_accounting.NoOpDpEvent) and block is None:
             return
         content: dict[str, Any] = {"event": event_to_dict(event)}
-        if block is not None:
-            if block.start != self.charged_steps(block.run) or block.stop <= block.start:
-                raise ValueError(
-                    f"expected a block that begins at step {self.charged_steps(block.run)} of run "
-                    f"{block.run}, got steps {block.start} to {block.stop}. Charge in order."
-                )
-            content |= block._asdict()
-        self.append("charge", content)
+        with self.mutex:
+            if block is not None:
+                charged = self.charged_steps(block.run)
+                if block.start != charged or block.stop <= block.start:
+                    raise ValueError(
+                        f"expected a block that begins at step {charged} of run {block.run}, got "
+                        f"steps {block.start} to {block.stop}. Charge in order."
+                    )
+                content |= block._asdict()
+            self.append("charge", content)
 
     def append(self, kind: str, content: Mapping[str, Any]) -> None:
         """Appends a record of another kind; durable when it returns."""
-        if self._lock is None:
-            raise LedgerError(
-                f"expected a ledger that was opened to be charged, got a view of "
-                f"{str(self._path)!r} or a closed one. Use FileLedger.open."
-            )
-        length, head = self.position
-        record = _sealed(length, head, {**content, "kind": kind, "time": _now()})
-        try:
-            with _named_errors(self._path):
-                self._write(_line(record))
-                _write_head(self._path, Position(length + 1, record["hash"]))
-        except BaseException:
-            # What the file holds now is for the next `open` to find out.
-            self.close()
-            raise
-        self._take(record)
+        with self.mutex:
+            if self._lock is None:
+                raise LedgerError(
+                    f"expected a ledger that was opened to be charged, got a view of "
+                    f"{str(self._path)!r} or a closed one. Use FileLedger.open."
+                )
+            if not self._lock.is_ours:
+                # What the other process has charged since is not known here.
+                raise LedgerError(
+                    f"expected the process that opened the ledger {str(self._path)!r}, got one "
+                    "that was forked off it. Open it where it is charged, one after the other."
+                )
+            length, head = self.position
+            record = _sealed(length, head, {**content, "kind": kind, "time": _now()})
+            try:
+                with _named_errors(self._path):
+                    self._write(_line(record))
+                    _write_head(self._path, Position(length + 1, record["hash"]))
+            except BaseException:
+                # What the file holds now is for the next `open` to find out.
+                self.close()
+                raise
+            self._take(record)
 
     def _write(self, line: bytes) -> None:
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -338,6 +351,12 @@ class FileLedger(Ledger):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def __reduce__(self):
+        raise TypeError(
+            f"a ledger file belongs to one process, got a request for a copy of {str(self._path)!r}"
+            ". Open it by its path where it is used."
+        )
 
     def __enter__(self) -> "FileLedger":
         return self

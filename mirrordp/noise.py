@@ -294,6 +294,11 @@ def _with_full_tails(
                     f"noise is real and would leave imaginary parts bare: expected real sums, got "
                     f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
                 )
+            if jnp.promote_types(leaf.dtype, jnp.float32) != leaf.dtype:
+                raise TypeError(
+                    f"a sum of few digits swallows its noise, or part of it: expected float32 or "
+                    f"wider, got {leaf.dtype}. Clipped sums of mirrordp are; leave them so."
+                )
         # Keys are in the state; the one given here is not used.
         noisy, state = jax.lax.scan(stream(key).update, _join(updates), state)
         return _separate(noisy, updates), state

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import secrets
 import sys
 import warnings
@@ -247,8 +248,9 @@ class TrainStep:
         def release(noise_state):
             weighted = clipped_sum
             if not self.scale_noise:
-                # α ≤ 1 is a public constant, so the weighted sum has sensitivity at most C.
-                weighted = jax.tree.map(lambda leaf: alpha.astype(leaf.dtype) * leaf, clipped_sum)
+                # A public constant of at most 1: the weighted sum has sensitivity at most C.
+                weight = jnp.clip(alpha, 0, 1)
+                weighted = jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, clipped_sum)
             # The privatizer's key lives in its state; the one given here is never used.
             noisy_sum, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
                 weighted, noise_state
@@ -349,7 +351,8 @@ def randomness(
             f"a run with SecureGaussianNoise draws everything from the operating system and cannot "
             f"be repeated, got seed={seed!r}. Leave seed out, or use GaussianNoise()."
         )
-    entropy = secrets.randbits(128) if seed is None else seed
+    # NumPy would take a list too, and draw from [5] what it draws from 5.
+    entropy = secrets.randbits(128) if seed is None else operator.index(seed)
     sampling, *rest = np.random.SeedSequence(entropy).spawn(4)
     keys = [
         jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")

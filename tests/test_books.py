@@ -124,6 +124,16 @@ class TestUsersOnABudget:
         last(rounds(state=half, budget=budget))
         assert budget.ledger.event == NOISY.event_between(1, 5)
 
+    def test_two_runs_from_one_state_share_their_noise(self, budget):
+        half, _ = next(rounds())
+        last(rounds(state=half, budget=budget))
+        other = half._replace(client_learning_rate=2 * half.client_learning_rate)
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            last(rounds(state=other, budget=budget))
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            last(rounds(budget=budget))
+        assert budget.status.runs == 1
+
     def test_ledger_or_budget(self, budget):
         with pytest.raises(ValueError, match="a ledger or a budget, got both"):
             rounds(budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))

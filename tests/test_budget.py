@@ -1,11 +1,15 @@
 """Budgets that span runs: the filter, what is refused, what is bound to what, the command line."""
 
+import copy
 import itertools
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import dp_accounting
 import numpy as np
@@ -319,6 +323,57 @@ def test_two_processes(folder, budget):
         Budget.open(folder, wait=10).close()
 
 
+class TestOneHolder:
+    """Who holds a budget knows all that was charged: no other can charge beside it."""
+
+    def test_threads_lose_no_charge_and_stay_within_the_limit(self, budget, folder):
+        def charge_all():
+            return until_refused(lambda: budget.charge(dp_accounting.GaussianDpEvent(20.0)))
+
+        with ThreadPoolExecutor(4) as threads:
+            charged = sum(task.result() for task in [threads.submit(charge_all) for _ in range(4)])
+        budget.close()
+        status = Budget.status_of(folder)
+        assert status.charges == charged > 20
+        assert status.used <= 1
+
+    def test_two_threads_cannot_have_one_seed(self, budget):
+        with ThreadPoolExecutor(8) as threads:
+            claims = [threads.submit(budget.claim_seed, 7, name) for name in "abcdefgh"]
+        assert sum(task.exception() is None for task in claims) == 1
+
+    def test_a_forked_process_cannot_charge(self, budget, folder):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX and Python warn of threads that are left behind
+            child = os.fork()
+        if child == 0:
+            try:
+                budget.charge(GAUSSIAN)
+            except LedgerError as error:
+                os._exit(7 if "forked off" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        budget.charge(GAUSSIAN)
+        budget.close()
+        assert Budget.status_of(folder).charges == 1
+
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_there_is_no_copy_of_it(self, budget, duplicate):
+        for held in (budget.ledger, budget.ledger._lock):
+            with pytest.raises(TypeError, match="belongs to one process"):
+                duplicate(held)
+
+    def test_its_ledger_is_not_charged_behind_its_back(self, budget, folder):
+        options = {"mechanism": mechanism(), "optimizer": sgd(0.1)}
+        for charge in (mirrordp.train, mirrordp.train_sweep):
+            runs = {"runs": [Run()]} if charge is mirrordp.train_sweep else {}
+            with pytest.raises(ValueError, match="the ledger of a budget"):
+                charge(
+                    tools.squared_distance, np.zeros(tools.FEATURES), ROWS,
+                    ledger=budget.ledger, **options, **runs,
+                )  # fmt: skip
+
+
 class TestSeeds:
     """Costs add up only if no two runs share their noise."""
 
@@ -348,6 +403,47 @@ class TestSeeds:
                     budget=budget,
                 )
             assert budget.ledger.position == length
+
+    def test_one_that_a_sweep_had(self, budget):
+        mirrordp.train_sweep(
+            tools.squared_distance, np.zeros(tools.FEATURES, np.float32), ROWS,
+            mechanism=mechanism(), optimizer=sgd(0.1), runs=[Run(seed=3)], budget=budget,
+        )  # fmt: skip
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            train(budget, seed=3)
+
+    def test_one_that_a_fit_had(self, budget):
+        rng = np.random.default_rng(0)
+        x, public_x = rng.normal(size=(300, 2)), rng.normal(size=(40, 2))
+        model = PrivateLinearRegression(0.5, DELTA, random_state=3)
+        data = x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40)
+        model.fit(*data, budget=budget)
+        assert model.n_iter_ > 0
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            model.set_params(num_steps=9).fit(*data, budget=budget)
+        assert budget.status.runs == 1
+
+    def test_one_that_a_run_with_a_checkpoint_has(self, budget, tmp_path):
+        steps = train(budget, seed=3, checkpoint=mirrordp.Checkpoint(tmp_path / "run"))
+        next(steps)
+        with pytest.raises(BudgetError, match="got seed 3 again"):
+            train(budget, seed=3)
+        steps.close()
+        again = mirrordp.Checkpoint(tmp_path / "run", resume=True)
+        tools.last(train(budget, seed=3, checkpoint=again))
+        assert budget.status.runs == 1
+
+    @pytest.mark.parametrize("same", [True, np.uint8(1)])
+    def test_one_number_is_one_seed_however_it_is_written(self, budget, same):
+        tools.last(train(budget, seed=1))
+        with pytest.raises(BudgetError, match="again"):
+            tools.last(train(budget, seed=same))
+
+    def test_a_seed_is_an_integer(self, budget):
+        """NumPy draws the same from [5] as from 5."""
+        for options in ({"budget": budget}, {"budget": None}):
+            with pytest.raises(TypeError):
+                train(seed=[5], **options)
 
     def test_the_ledger_does_not_show_it(self, budget, folder):
         tools.last(train(budget, seed=123456789))

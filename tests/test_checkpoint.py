@@ -264,6 +264,64 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"version of jax \(.* then, 0.0.1 now\)"):
             run(tmp_path / "run", resume=True)
 
+    def test_another_way_to_draw_from_a_key(self, tmp_path):
+        """Steps that were shown and not kept would be shown again with other noise, for nothing."""
+        interrupted(tmp_path / "run", 1, every=2)
+        before = jax.config.jax_threefry_partitionable
+        jax.config.update("jax_threefry_partitionable", not before)
+        try:
+            with pytest.raises(CheckpointError, match="differs in: noise of a key"):
+                run(tmp_path / "run", resume=True, every=2)
+        finally:
+            jax.config.update("jax_threefry_partitionable", before)
+        state, _ = last(run(tmp_path / "run", resume=True, every=2))
+        assert bits(state) == bits(uninterrupted()[0])
+
+    def test_batches_that_come_out_another_way(self, tmp_path, monkeypatch):
+        interrupted(tmp_path / "run", 1)
+        right = training.randomness
+
+        def other_batches(*args, **options):
+            return np.random.default_rng(99), right(*args, **options)[1]
+
+        monkeypatch.setattr(training, "randomness", other_batches)
+        with pytest.raises(CheckpointError, match="to be drawn again as they were"):
+            next(run(tmp_path / "run", resume=True))
+
+    def test_another_number_of_processors_where_steps_are_replayed(self, tmp_path, monkeypatch):
+        """What counts are those that the process may use: `taskset` changes how sums are cut."""
+        for every in (1, 2):
+            interrupted(tmp_path / str(every), 3, every=every)
+        interrupted(tmp_path / "damaged", 3)
+        spoil(max(checkpoint_files(tmp_path / "damaged").items())[1], "cut")
+        many = {0} | set(range(2, 1000))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: many, raising=False)
+        last(run(tmp_path / "1", resume=True))
+        for every in (2, 1):
+            with pytest.raises(CheckpointError, match="differs in: number of processors"):
+                run(tmp_path / "2", resume=True, every=every)
+        with (
+            pytest.warns(UserWarning, match="going on from the one before"),
+            pytest.raises(CheckpointError, match="differs in: number of processors"),
+        ):
+            run(tmp_path / "damaged", resume=True)
+
+    def test_a_device_that_cannot_replay(self, tmp_path, monkeypatch):
+        """The checkpoint before the newest is behind what was shown, and rare ones always are."""
+        interrupted(tmp_path / "rare", 1, every=2)
+        interrupted(tmp_path / "damaged", 3)
+        spoil(max(checkpoint_files(tmp_path / "damaged").items())[1], "cut")
+        interrupted(tmp_path / "intact", 3)
+        monkeypatch.setattr("mirrordp.checkpoint._is_exact", lambda: False)
+        last(run(tmp_path / "intact", resume=True))
+        with pytest.raises(CheckpointError, match="replay steps to the bit"):
+            run(tmp_path / "rare", resume=True)
+        with (
+            pytest.warns(UserWarning, match="going on from the one before"),
+            pytest.raises(CheckpointError, match="replay steps to the bit"),
+        ):
+            run(tmp_path / "damaged", resume=True)
+
     def test_the_values_a_loss_closes_over(self):
         def loss(scale):
             return lambda x: jnp.sum(jnp.asarray(scale) * x)

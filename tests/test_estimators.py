@@ -709,6 +709,13 @@ class TestMistakes:
             assert UNPROTECTED in str(error.value)
             assert error.value.__cause__ is None
             assert error.value.__suppress_context__
+        one_column = np.full(50, 1234.5)
+        for rows, message in ((one_column, "got 1D array"), (1j * x + 1234.5, "Complex data")):
+            with pytest.raises(ValueError, match=message) as error:
+                PrivateLinearRegression().fit(rows, y)
+            assert "1234.5" not in str(error.value)
+            assert str(error.value).endswith(UNPROTECTED)
+            assert error.value.__suppress_context__
 
     def test_gaps_in_targets_of_any_dtype_are_refused(self):
         x, y = draw("count", 50)

@@ -500,6 +500,21 @@ class TestRound:
         np.testing.assert_allclose(before, after, atol=1e-5)
         assert np.abs(before - sums()).max() > 0.1
 
+    def test_an_alpha_above_one_does_not_enlarge_the_sum_before_its_noise(self):
+        """`federated_train` refuses it; a server of one's own may pass anything."""
+        step = federated.FederatedStep(
+            loss_fn=tools.squared_distance, mechanism=mechanism(), optimizer=optax.sgd(1.0),
+            client_learning_rate=0.1, scale_noise=False,
+        )  # fmt: skip
+        state = step.init(jnp.zeros(3), jax.random.key(0))
+        total, _ = step.contribution(jnp.ones(3), state.clip_norm)
+        nothing = federated.Unprivatized(*jnp.zeros(3))
+        norms = [
+            float(step.finish(state, total, nothing, jnp.zeros(3), alpha)[1].noisy_grad_norm)
+            for alpha in (1.0, 50.0)
+        ]
+        assert norms[1] == pytest.approx(norms[0])
+
     def test_every_round_has_noise_of_its_own(self):
         replay = tools.Replay(base=mechanism().sampling, draws=NOBODY)
         made = sums(mechanism=mechanism(sampling=replay, noise_multiplier=1.0))

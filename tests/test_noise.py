@@ -52,6 +52,15 @@ class TestGaussian:
         with pytest.raises(TypeError, match="expected real sums, got complex64"):
             privatizer.update(jnp.ones(3, jnp.complex64), privatizer.init(jnp.ones(3)))
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "bool"])
+    @pytest.mark.parametrize("noise", [GaussianNoise(), BandedNoise(COEFFICIENTS)], ids=str)
+    def test_sums_of_few_digits_are_refused(self, noise, dtype):
+        """bfloat16 has gaps of 4 at 1000: each of the four parts of the noise is rounded away."""
+        privatizer = noise.privatizer(1.0, jax.random.key(0))
+        sums = {"fine": jnp.ones(2), "coarse": jnp.full(3, 1000, dtype)}
+        with pytest.raises(TypeError, match=f"expected float32 or wider, got {dtype}"):
+            privatizer.update(sums, privatizer.init(sums))
+
     def test_is_normal(self):
         samples = stream(GaussianNoise(), 1.0, 20)
         assert statistical.accepts_normal(samples, 1.0)
@@ -117,14 +126,16 @@ class TestGaussian:
         monkeypatch.setattr("mirrordp.noise._LARGE_LEAF", 50)
         shapes = {"a": (3, 4), "large": (60, 2), "b": (), "empty": (0, 3), "c": (5,)}
         sums = {name: jnp.full(shape, 10.0 + i) for i, (name, shape) in enumerate(shapes.items())}
-        sums |= {"half": jnp.full((2, 2), 20, jnp.bfloat16), "also": jnp.full(3, 30, jnp.bfloat16)}
-        privatizer = GaussianNoise().privatizer(1e-3, jax.random.key(0))
-        noisy, _ = privatizer.update(sums, privatizer.init(sums))
+        with jax.enable_x64(True):
+            sums |= {"wide": jnp.full((2, 2), 20.0), "also": jnp.full(3, 30.0)}
+            privatizer = GaussianNoise().privatizer(1e-3, jax.random.key(0))
+            noisy, _ = privatizer.update(sums, privatizer.init(sums))
+        assert {str(leaf.dtype) for leaf in noisy.values()} == {"float32", "float64"}
         assert jax.tree.map(jnp.shape, noisy) == jax.tree.map(jnp.shape, sums)
         for name, leaf in noisy.items():
             assert leaf.dtype == sums[name].dtype
-            tolerance = 0.2 if leaf.dtype == jnp.bfloat16 else 0.01
-            np.testing.assert_allclose(np.float32(leaf), np.float32(sums[name]), atol=tolerance)
+            np.testing.assert_allclose(leaf, sums[name], atol=0.01)
+        privatizer = GaussianNoise().privatizer(1e-3, jax.random.key(0))
         zeros = jax.tree.map(jnp.zeros_like, {name: sums[name] for name in shapes})
         drawn, _ = privatizer.update(zeros, privatizer.init(zeros))
         drawn = np.concatenate([np.ravel(leaf) for leaf in drawn.values()])

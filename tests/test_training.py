@@ -84,6 +84,18 @@ class TestFormula:
         np.testing.assert_allclose(state.params, theirs.params, rtol=1e-6)
         assert info.noisy_grad_norm > 0
 
+    def test_an_alpha_above_one_does_not_enlarge_the_sum_before_its_noise(self):
+        """`train` refuses it; a loop of one's own may pass anything."""
+        step = TrainStep(
+            loss_fn=tools.squared_distance, mechanism=FULL(), optimizer=sgd(0.1), scale_noise=False
+        )
+        state = step.init(THETA, jax.random.key(0))
+        norms = [
+            float(step(state, X, np.zeros(40, bool), PUBLIC.arrays, alpha=alpha)[1].noisy_grad_norm)
+            for alpha in (1.0, 50.0)
+        ]
+        assert norms[1] == pytest.approx(norms[0])
+
     def test_dp_sgd_is_alpha_one_to_the_bit(self):
         with_public, _ = last(run(alpha=1.0))
         without, _ = last(run(public=None, alpha=1.0))

@@ -103,7 +103,8 @@ class Site:
     """One place where parameters meet data.
 
     Attributes:
-        name: the primitive's name, or "lift" where a PARAM becomes a loop's first carry.
+        name: the primitive's name, or "lift" where a PARAM becomes a loop's first carry or is what
+            an iteration returns.
         params: the primitive's parameters.
         apply: `apply(param_operands, other_operands) -> list of outputs` for one example and one
             loop iteration; only the outputs that carry gradients.
@@ -344,6 +345,10 @@ class _Interpreter:
         )
         return lifted
 
+    def lifted(self, values: Sequence[Value]) -> list[Value]:
+        """What enters or leaves the body of a loop: its PARAM values as BATCH ones."""
+        return [self.lift(value) if value.kind is Kind.PARAM else value for value in values]
+
     def _meet(
         self, *, name, params, apply, inputs, positions, captures, evaluate, out_avals, wanted
     ) -> list[Value]:
@@ -386,10 +391,7 @@ class _Interpreter:
         num_consts, num_carry = _scan_arity(eqn)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         consts = inputs[:num_consts]
-        carry = [
-            self.lift(value) if value.kind is Kind.PARAM else value
-            for value in inputs[num_consts : num_consts + num_carry]
-        ]
+        carry = self.lifted(inputs[num_consts : num_consts + num_carry])
         rest = [
             value if value.kind is Kind.PARAM else value._replace(kind=Kind.BATCH)
             for value in inputs[num_consts + num_carry :]
@@ -410,7 +412,7 @@ class _Interpreter:
             inner = _Interpreter(_Mode.FORWARD, probes)
             values = [Value(Kind.BATCH, value) for value in state]
             values += [Value(of.kind, value) for of, value in zip(rest, xs, strict=True)]
-            outputs = inner.jaxpr(body.jaxpr, body_consts, [*consts, *values])
+            outputs = inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *values]))
             outputs = [output.value for output in outputs]
             return outputs[:num_carry], (outputs[num_carry:], inner.captured)
 
@@ -476,7 +478,7 @@ def _sites_of_body(
             for value in rest
         ]
         unknown = [Value(Kind.BATCH, None)] * num_carry
-        inner.jaxpr(body.jaxpr, body_consts, [*consts, *unknown, *inputs])
+        inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *unknown, *inputs]))
         varies.extend([of[depth] for of in site.varies] for site in inner.sites)
         return inner.operands
 

@@ -65,6 +65,32 @@ def empty_weights(p, x):
     return jnp.sum(h) + jnp.sum(x[:0] @ p["z"]) + jnp.sum(x @ p["v"])
 
 
+@program({"layers": normal(0, 3, 4, 4), "shared": normal(1, 4, 4)})
+def penalties_that_a_loop_returns(p, x):
+    """What an iteration returns depends on parameters alone."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w + h @ p["shared"]), (jnp.sum(w**2), p["shared"])
+
+    h, (penalties, copies) = lax.scan(layer, x, p["layers"])
+    return jnp.sum(h) + 0.1 * jnp.sum(penalties) + 0.1 * jnp.sum(copies)
+
+
+@program(normal(0, 4))
+def a_carry_that_becomes_a_parameter(w, x):
+    (last, before), _ = lax.scan(lambda c, _: ((jnp.sin(w), c[0]), None), (x, x), length=3)
+    return jnp.sum(last * x) + jnp.sum(before)
+
+
+@program(normal(0, 2, 3, 4))
+def penalties_that_nested_loops_return(w, x):
+    def outer(h, rows):
+        return lax.scan(lambda h, row: (jnp.tanh(h * row), jnp.sum(row**3)), h, rows)
+
+    h, penalties = lax.scan(outer, x, w, reverse=True)
+    return jnp.sum(h) + jnp.sum(penalties)
+
+
 @program(normal(0, 300, 40), np.array([[1, 254, 3], [2, 2, 200]], np.uint8))
 def unsigned_lookup(table, index):
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))

@@ -254,3 +254,15 @@ def test_the_margin_covers_inputs_that_the_machine_shortens(backend, bits, monke
     unit = 0.0 if bits is None else 2.0**-bits
     assert roundoff.own >= (1 + unit) ** 2 - 1 + 34 * 2.0**-24
     assert (roundoff.own > 1e-4) == (bits is not None)
+
+
+def test_clip_factors_are_rounded_down():
+    """Few bits are left of a factor below 1e-38: rounded up, a contribution would exceed C."""
+    norms = np.geomspace(1.1, 1e44, 1000)
+    nobody = jnp.zeros(1000, bool)
+    with jax.enable_x64(True):
+        squares = jnp.asarray(norms**2)
+        factors, _ = _factors.clip_factors([squares], [], nobody, 1.0, jnp.float32)
+    excess = np.float64(factors) * np.sqrt(np.float64(squares))
+    assert excess.max() <= 1 + 1e-15
+    assert excess[norms < 1e37].min() > 1 - 1e-6
