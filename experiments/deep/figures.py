@@ -27,11 +27,14 @@ from mirrordp.report import upwards
 COLOURS = {"cold": "#0072B2", "warm": "#D55E00", "pda": "#009E73"}
 RATE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 RATE_MARKERS = "osD^vPX"
+# Drawn in this order: a curve that lies on another one leaves its edges in sight.
+WIDTHS = {"cold": 1.9, "warm": 2.8, "pda": 1.6}
 ITERATES = {
-    "average": ("-", 1.9, "averaged iterate, ± std over seeds"),
-    "last": (":", 1.2, "last iterate"),
+    "average": ("-", 1.0, "averaged iterate, ± std over seeds"),
+    "last": (":", 0.7, "last iterate"),
 }
 PARTS = ("validation", "test")
+OTHER_STARTS = "\nwarm and PDA-DPMD did not begin at the same warm start"
 # Rows of a figure: metric, algorithms, label. Cold DP-SGD's curves span so much that the others
 # need panels without it.
 ROWS = (
@@ -77,9 +80,7 @@ def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
     return [line for line, label in zip(lines, labels, strict=True) if label == most]
 
 
-def draw_training(
-    lines: Sequence[Record], algorithms: dict[str, Settings], path: Path
-) -> Path | None:
+def training_figure(lines: Sequence[Record], algorithms: dict[str, Settings]) -> Figure | None:
     """Validation and test, loss and accuracy, against steps, of one data set and noise level.
 
     Final runs of images have no validation part (all private images are trained on), so their
@@ -88,11 +89,12 @@ def draw_training(
     Args:
         lines: result lines.
         algorithms: settings by algorithm.
-        path: of the PNG.
 
     Returns:
-        The path, or None where no line has anything to draw.
+        The figure; None without a final run, since a search that has begun is no result.
     """
+    if not any(results.final_lines(lines, settings) for settings in algorithms.values()):
+        return None
     figure = Figure(figsize=(10.5, 13.2), layout="constrained")
     panels = figure.subplots(len(ROWS), len(PARTS), sharex=True)
     drawn: list[Record] = []
@@ -118,10 +120,9 @@ def draw_training(
                           transform=axes.transAxes)  # fmt: skip
                 axes.set_yticks([])
         said = ", ".join(f"{kind}, {_seeds(counts)}" for kind, counts in sorted(kinds.items()))
+        said = f"{part} ({said or 'no run yet'})"
         said += _other_starts(shown_lines.get("warm", []), shown_lines.get("pda", []))
-        panels[0, column].set_title(f"{part} ({said or 'no run yet'})", fontsize=10.5)
-    if not drawn:
-        return None
+        panels[0, column].set_title(said, fontsize=10.5)
     for row, (_, _, label) in enumerate(ROWS):
         for axes in panels[row]:
             axes.spines[["top", "right"]].set_visible(False)
@@ -131,25 +132,25 @@ def draw_training(
         axes.set_xlabel("steps")
     there = {line["settings"]["algorithm"] for line in drawn}
     handles = [
-        Line2D([], [], color=COLOURS[name], lw=2.4,
+        Line2D([], [], color=COLOURS[name], lw=WIDTHS[name],
                label=LABELS[name] + ("" if name in there else " (no run yet)"))
         for name in algorithms
     ]  # fmt: skip
     handles += [
-        Line2D([], [], color="#555555", ls=style, lw=width, label=label)
+        Line2D([], [], color="#555555", ls=style, lw=1.9 * width, label=label)
         for style, width, label in ITERATES.values()
     ]
     columns = len(handles) if there >= set(algorithms) else 3  # "no run yet" makes labels long
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
     what = title_of(next(iter(algorithms.values()))) + _epsilon(drawn)
     figure.suptitle(_title(what, drawn), fontweight="bold")
-    return _save(figure, path)
+    return figure
 
 
 def _other_starts(warm: Sequence[Record], pda: Sequence[Record]) -> str:
     """A warning where runs of one seed, drawn side by side, did not begin at the same point."""
     pairs = [(one, two) for one in warm for two in pda if one["seed"] == two["seed"]]
-    return "" if all(results.same_start(*pair) for pair in pairs) else ", other warm starts"
+    return "" if all(results.same_start(*pair) for pair in pairs) else OTHER_STARTS
 
 
 def _seeds(counts: set[int]) -> str:
@@ -168,6 +169,7 @@ def _draw_curves(
         if found is None:
             continue
         steps, mean, spread = found
+        width *= WIDTHS[algorithm]
         axes.plot(steps, scale * mean, color=COLOURS[algorithm], ls=style, lw=width)
         if iterate == "average":
             axes.fill_between(
@@ -218,9 +220,9 @@ def gain_over_warm(
     return found
 
 
-def draw_decay(
-    lines: Sequence[Record], pairs: Sequence[tuple[Settings, Settings]], path: Path
-) -> Path | None:
+def decay_figure(
+    lines: Sequence[Record], pairs: Sequence[tuple[Settings, Settings]]
+) -> Figure | None:
     """The gain of PDA-DPMD over warm DP-SGD against K, one panel per pair of settings."""
     gains = [(pda, gain_over_warm(lines, pda, warm)) for pda, warm in pairs]
     gains = [(pda, found) for pda, found in gains if found]
@@ -228,7 +230,7 @@ def draw_decay(
         return None
     columns = 2
     rows = math.ceil(len(gains) / columns)
-    figure = Figure(figsize=(5.0 * columns, 3.9 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(5.0 * columns, 4.5 * rows + 0.5), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for spare in panels[len(gains) :]:
         spare.remove()
@@ -245,7 +247,7 @@ def draw_decay(
                 gain, same = by_decay[decay]
                 axes.plot(decay, gain, marker, color=colour, mfc=colour if same else "white", ms=6)
             starts = {same for _, same in by_decay.values()}
-            label = f"η = {rate:g}" + ("" if starts == {True} else " (hollow: another warm start)")
+            label = f"η = {rate:g}" + ("" if starts == {True} else " (hollow: another start)")
             axes.plot([], [], color=colour, lw=1.7, marker=marker, ms=6,
                       mfc=colour if True in starts else "white", label=label)  # fmt: skip
         if (chosen := found.get(pda.learning_rate, {}).get(pda.decay)) is not None:
@@ -263,17 +265,19 @@ def draw_decay(
         axes.set_title(title_of(pda), fontsize=10.5)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=9)
+        # Below its panel: inside, some points would lie among the legend's own.
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center",
+                    bbox_to_anchor=(0.5, -0.16))  # fmt: skip
     what = "Validation loss gained by PDA-DPMD over warm DP-SGD, one seed (up is better)"
     figure.suptitle(_title(what, used), fontweight="bold", fontsize=11)
-    return _save(figure, path)
+    return figure
 
 
 def draw_all(
     lines: Sequence[Record], settings: dict[str, Settings], folder: Path
 ) -> list[tuple[str, Path]]:
     """Draw everything that lines allow; returns what each figure shows and where it is."""
-    drawn: list[tuple[str, Path | None]] = []
+    drawn: list[tuple[str, Path]] = []
     groups: dict[tuple[str, str, str], dict[str, Settings]] = {}
     pairs: dict[str, list[tuple[Settings, Settings]]] = {}
     placed = [(place, own) for name, own in settings.items() if (place := Place.of(name))]
@@ -288,11 +292,15 @@ def draw_all(
         ordered = {name: algorithms[name] for name in ALGORITHMS if name in algorithms}
         stem = "-".join(part for part in (dataset, family, level) if part)
         what = f"{title_of(next(iter(ordered.values())))}: loss and accuracy against steps"
-        drawn.append((what, draw_training(lines, ordered, folder / f"{stem}.png")))
+        figure = training_figure(lines, ordered)
+        if figure is not None:
+            drawn.append((what, _save(figure, folder / f"{stem}.png")))
     for dataset, found in pairs.items():
         what = f"{DATASETS.get(dataset, dataset)}: PDA-DPMD's gain over warm DP-SGD against K"
-        drawn.append((what, draw_decay(lines, found, folder / f"{dataset}-K.png")))
-    return [(what, path) for what, path in drawn if path is not None]
+        figure = decay_figure(lines, found)
+        if figure is not None:
+            drawn.append((what, _save(figure, folder / f"{dataset}-K.png")))
+    return drawn
 
 
 def links(drawn: Sequence[tuple[str, Path]], below: Path) -> str:

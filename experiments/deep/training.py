@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -250,7 +251,7 @@ def run_points(
         "scale_noise": settings.scale_noise,
         "noisy_clip_norm": settings.noisy_clip_norm or None,
         "average": mirrordp.ExponentialAverage(settings.average_decay),
-        "steps_per_call": max(1, num_steps // NUM_EVALUATIONS),
+        "steps_per_call": math.ceil(num_steps / NUM_EVALUATIONS),
     }
     if settings.algorithm == "pda":
         options["public_batch_size"] = settings.public_batch_size

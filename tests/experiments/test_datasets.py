@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from experiments import datasets
 from experiments.datasets import DataError, download, images, prepare, synthetic, text
@@ -347,6 +348,17 @@ def test_other_public_text_has_no_private_sequence(corpus, monkeypatch):
     assert rows(sample) != rows(different)
 
 
+def test_a_vocabulary_of_other_public_text_knows_its_words_only(corpus):
+    """All of the training text is private then."""
+    lines = [paragraph(f"{n}:", 34) + " new" for n in range(3)]
+    write_text(corpus, text.OTHER, lines)
+    prepared = prepare("wikitext2", corpus, public_text="other", vocabulary="public")
+    assert prepared.facts["vocabulary"]["size"] == 1 + 3 * 34 + 1
+    assert prepared.facts["vocabulary"]["covered_by_the_guarantee"]
+    assert prepared.facts["unknown_rate"]["public"] == 0
+    assert prepared.facts["unknown_rate"]["private"] == pytest.approx(1 - 3 * 34 / (65 * 35))
+
+
 def test_other_public_text_that_is_private_altogether_is_refused(corpus):
     write_text(corpus, text.OTHER, [paragraph("7:", 35)])
     with pytest.raises(DataError, match="none is left"):
@@ -656,6 +668,50 @@ def test_stalled_server_times_out_and_is_resumed(root):
         assert server.requests[0] is None
         assert server.requests[-1] == "bytes=5000-"
     assert_unpacked(root)
+
+
+def test_a_file_appears_whole_or_not_at_all(root, monkeypatch):
+    """A process that ends while it unpacks leaves nothing that the next one would take."""
+
+    def interrupted(content, file, length):
+        file.write(content.read(100))
+        raise KeyboardInterrupt
+
+    with serving(ARCHIVE) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(download.shutil, "copyfileobj", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fetch(root, source_at(server))
+        assert not (root / "a/one.bin").exists()
+        fetch(root, source_at(server))
+        # What was downloaded before is still good.
+        assert len(server.requests) == 1
+    assert_unpacked(root)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_sees_how_far_a_download_is(root, monkeypatch, terminal):
+    """A resumed one begins where it stopped; a log file sees nothing."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    bars, hidden = [], []
+
+    def bar(**options):
+        bars.append(tqdm(file=screen, **options))
+        hidden.append(bool(bars[-1].disable))
+        return bars[-1]
+
+    monkeypatch.setattr(download, "tqdm", bar)
+    with serving(ARCHIVE, cut_after=10_000, times=1) as server:
+        fetch(root, source_at(server))
+    assert hidden == [not terminal] * 2
+    if terminal:
+        assert [bar.n for bar in bars] == [10_000, len(ARCHIVE)]
+        assert [bar.total for bar in bars] == [len(ARCHIVE)] * 2
+        assert "two files" in screen.getvalue()
+        assert bars[1].initial == 10_000
+    else:
+        assert screen.getvalue() == ""
 
 
 def test_silent_server_is_given_up(root):

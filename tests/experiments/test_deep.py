@@ -8,6 +8,7 @@ import json
 import math
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,15 @@ def test_settings_have_the_papers_epsilon_at_the_papers_size(setting):
     assert epsilon == pytest.approx(setting.epsilon, rel=0.03 if setting.epsilon < 1 else 0.006)
     weaker = dataclasses.replace(found, noise_multiplier=0.9 * found.noise_multiplier)
     assert weaker.epsilon(settings.delta) > 1.05 * setting.epsilon
+
+
+@pytest.mark.parametrize(("sigma", "epsilon"), [(0.41, 56.63), (1.89, 1.363)])
+def test_the_sample_of_emnist_has_an_epsilon_of_its_own(sigma, epsilon):
+    """Fewer examples at the same σ, batch size and epochs."""
+    settings = settings_of(f"emnist/pda-s{sigma:g}")
+    found = dataclasses.replace(training.mechanism(settings, 95_851), accountant=Accountant.RDP)
+    assert found.num_steps == 9585
+    assert found.epsilon(settings.delta) == pytest.approx(epsilon, rel=1e-3)
 
 
 def test_calibrated_noise_keeps_its_promise():
@@ -404,7 +414,289 @@ def test_a_sweep_never_looks_at_the_test_split(small_runs):
     assert "average_validation_loss" in found["final"]
 
 
+# What a settings file says reaches the library
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """`train_sweep` without training: what it was asked, and a state that is not where it began."""
+    found = {}
+
+    def fake(loss_fn, params, private, public, **options):
+        found.update(options, loss_fn=loss_fn, private=private, public=public)
+        states = types.SimpleNamespace(
+            params=_moved(options["runs"], 1.0), average=_moved(options["runs"], 2.0)
+        )
+        yield states, [types.SimpleNamespace(step=options["num_steps"])]
+
+    def pretrain(settings, data, cold, seed):
+        return jax.tree.map(lambda leaf: leaf + 0.1, cold), {}
+
+    monkeypatch.setattr(training, "train_sweep", fake)
+    monkeypatch.setattr(training, "_warm_start", pretrain)
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
+    return found
+
+
+def _moved(runs, scale):
+    """Parameters of all runs, one row each, away from their starts."""
+    leaves = [jax.tree.map(lambda leaf: leaf + scale * jnp.cos(leaf), run.params) for run in runs]
+    return training._stacked(leaves)
+
+
+@pytest.fixture(scope="module")
+def made_up():
+    """Data whose parts differ in size, so that none can pass for another."""
+    return training.Loaded.of(
+        datasets.synthetic("emnist", num_private=24, num_public=8, num_validation=5, num_test=7)
+    )
+
+
+def points_of(algorithm, seeds=(4, 5), **changes):
+    small = {"batch_size": 2, "epochs": 3.0} | changes
+    settings = settings_of(f"emnist/{algorithm}-s1.89", **small)
+    return [(dataclasses.replace(settings, learning_rate=0.1 * seed), seed) for seed in seeds]
+
+
+def run_these(points, data, kind="final"):
+    return training.run_points(points, data, training.WarmStarts(), kind=kind)
+
+
+def test_a_run_is_what_its_settings_say(asked, made_up):
+    points = points_of(
+        "pda",
+        l2_clip_norm=0.7,
+        noisy_clip_norm=0.3,
+        scale_noise=False,
+        average_decay=0.5,
+        public_batch_size=3,
+        decay=2.0,
+    )
+    run_these(points, made_up)
+    assert asked["mechanism"].l2_clip_norm == 0.7
+    assert asked["mechanism"].noise_multiplier == 1.89
+    assert asked["mechanism"].sampling.sampling_prob == 2 / 24
+    assert asked["num_steps"] == asked["mechanism"].num_steps == 36
+    assert (asked["noisy_clip_norm"], asked["scale_noise"]) == (0.3, False)
+    assert asked["average"] == mirrordp.ExponentialAverage(0.5)
+    assert asked["public_batch_size"] == 3
+    # Public images are changed at random, private ones never.
+    assert asked["loss_fn"] is SMALL["emnist"].network.loss
+    assert asked["public_loss_fn"] is SMALL["emnist"].augmented_loss
+    assert asked["private"] is made_up.private
+    assert asked["public"] is made_up.public
+    assert (len(made_up.private), len(made_up.public)) == (24, 8)
+    # Every run has its own seed, which decides its batches and its noise, and its own start.
+    assert [run.seed for run in asked["runs"]] == [4, 5]
+    assert [run.hyperparams for run in asked["runs"]] == [
+        {"learning_rate": 0.1 * seed} for seed in (4, 5)
+    ]
+    first, second = (run.params["weights"] for run in asked["runs"])
+    assert not np.allclose(first, second)
+    # K = 2 epochs of 12 steps.
+    np.testing.assert_allclose(asked["runs"][0].alpha(12), math.cos(math.pi / 4), rtol=1e-6)
+
+    run_these(points_of("pda", scale_noise=True, noisy_clip_norm=0.0), made_up)
+    assert (asked["noisy_clip_norm"], asked["scale_noise"]) == (None, True)
+    asked.clear()
+    run_these(points_of("pda", augment_public=False), made_up)
+    assert "public_loss_fn" not in asked
+
+
+@pytest.mark.parametrize("algorithm", ["cold", "warm"])
+def test_dp_sgd_sees_no_public_gradient(algorithm, asked, made_up):
+    run_these(points_of(algorithm), made_up)
+    assert asked["public"] is None
+    assert [run.alpha for run in asked["runs"]] == [1.0, 1.0]
+    starts = [SMALL["emnist"].network.init(jax.random.key(seed)) for seed in (4, 5)]
+    same = [
+        np.array_equal(run.params["weights"], start["weights"])
+        for run, start in zip(asked["runs"], starts, strict=True)
+    ]
+    assert same == [algorithm == "cold"] * 2
+
+
+def test_curves_are_of_the_part_and_the_iterate_that_they_name(asked, made_up):
+    points = points_of("cold")
+    [_, line] = run_these(points, made_up)
+    for iterate, scale in (("last", 1.0), ("average", 2.0)):
+        params = _moved(asked["runs"], scale)
+        for part, examples in (("validation", made_up.validation), ("test", made_up.test)):
+            values = tasks.evaluate(SMALL["emnist"], params, examples, batch_size=99)
+            for name, value in values.items():
+                key = f"{iterate}_{part}_{name}"
+                assert line["final"][key] == pytest.approx(float(value[1]), abs=1e-5), key
+                assert line["curve"][key][-1] == line["final"][key]
+    assert len({value for key, value in line["final"].items() if "loss" in key}) == 4
+    [sweep_line, _] = run_these(points, made_up, kind="sweep")
+    assert set(sweep_line["final"]) == {key for key in line["final"] if "validation" in key}
+
+
+def test_curves_have_about_twenty_points_evenly_apart(asked, made_up):
+    """A last block of a few steps would be drawn as a spike at the end of every curve."""
+    for epochs, num_steps in ((10.0, 120), (798.75, 9585), (0.25, 3)):
+        run_these(points_of("cold", epochs=epochs), made_up)
+        assert asked["num_steps"] == num_steps
+        blocks, rest = divmod(num_steps, asked["steps_per_call"])
+        assert blocks + (rest > 0) == min(num_steps, 20)
+        assert rest == 0 or rest > asked["steps_per_call"] / 2
+
+
+def test_what_is_known_of_private_text_stays_out_of_the_line(asked, made_up):
+    notes = ["vocabulary: read", "unknown_rate.private: a rate over private text"]
+    facts = made_up.prepared.facts | {
+        "unknown_rate": {"private": 0.123456, "public": 0.2, "test": 0.3},
+        "not_covered": notes,
+    }
+    prepared = dataclasses.replace(made_up.prepared, facts=facts)
+    [line] = run_these(
+        points_of("cold", seeds=(1,)), dataclasses.replace(made_up, prepared=prepared)
+    )
+    assert line["data"]["unknown_rate"] == {"public": 0.2, "test": 0.3}
+    assert line["data"]["not_covered"] == notes[:1]
+    assert "0.123456" not in json.dumps(line)
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_the_warm_start_reads_public_data_only(augment, monkeypatch, made_up):
+    asked = {}
+
+    def fake(loss_fn, params, public, **options):
+        asked.update(options, loss_fn=loss_fn, params=params, public=public)
+        return mirrordp.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
+
+    monkeypatch.setattr(mirrordp, "warm_start", fake)
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
+    chosen = WarmStartSettings(batch_size=3, patience=4, max_epochs=5, refit=augment)
+    [(settings, seed)] = points_of("warm", seeds=(6,), warm_start=chosen, augment_public=augment)
+    training.WarmStarts().get(settings, made_up, seed)
+    task = SMALL["emnist"]
+    assert asked["public"] is made_up.public
+    np.testing.assert_array_equal(
+        asked["params"]["weights"], task.network.init(jax.random.key(6))["weights"]
+    )
+    names = ("batch_size", "patience", "max_epochs", "refit", "seed")
+    assert [asked[name] for name in names] == [3, 4, 5, augment, 6]
+    assert asked["loss_fn"] is (task.augmented_loss if augment else task.network.loss)
+    assert asked["holdout_loss_fn"] is (task.judging_loss if augment else None)
+
+
+def test_sgd_of_the_warm_start_clips_its_gradient():
+    optimizer = training._pretraining("sgd", 2.0)
+    gradient = {"a": jnp.array([3.0, 4.0])}
+    update, _ = optimizer.update(gradient, optimizer.init(gradient))
+    np.testing.assert_allclose(update["a"], [-1.2, -1.6], rtol=1e-6)
+
+
+def test_settings_that_pretrain_otherwise_share_no_warm_start(monkeypatch, made_up):
+    """Two vocabularies give the same words other numbers: their starts must never be mixed up."""
+    calls = []
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
+    monkeypatch.setattr(
+        training, "_warm_start", lambda settings, data, cold, seed: (cold, calls.append(seed))
+    )
+    [(base, seed)] = points_of("warm", seeds=(1,))
+    starts = training.WarmStarts()
+    different = [
+        {"vocabulary": "public"},
+        {"public_text": "other"},
+        {"augment_public": False},
+        {"warm_start": dataclasses.replace(base.warm_start, learning_rate=0.5)},
+    ]
+    for changes in ({}, *different):
+        for learning_rate in (0.1, 0.2):
+            settings = dataclasses.replace(base, learning_rate=learning_rate, **changes)
+            starts.get(settings, made_up, seed)
+    other_data = dataclasses.replace(made_up.prepared, label="other data")
+    starts.get(base, dataclasses.replace(made_up, prepared=other_data), seed)
+    assert len(calls) == 1 + len(different) + 1
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 10])
+def test_metrics_are_means_over_all_examples(batch_size):
+    """Each example counts once, also where the last batch is not full."""
+    rng = np.random.default_rng(0)
+    params = {
+        "weights": rng.standard_normal((2, 784, 47)).astype(np.float32),
+        "bias": np.zeros((2, 47), np.float32),
+    }
+    images = rng.standard_normal((7, 28, 28, 1)).astype(np.float32)
+    labels = np.array([0, 1, 2, 3, 4, 5, 6], np.int32)
+    logits = images.reshape(7, -1) @ params["weights"]
+    # The first run is right about two examples of seven, the second about none.
+    labels[:2] = logits[0, :2].argmax(axis=1)
+    right = (logits.argmax(axis=2) == labels).mean(axis=1)
+    assert right[0] >= 2 / 7
+    largest = logits.max(axis=2, keepdims=True)
+    normaliser = np.log(np.exp(logits - largest).sum(axis=2)) + largest[..., 0]
+    losses = normaliser - logits[:, np.arange(7), labels]
+    found = tasks.evaluate(LINEAR, params, (images, labels), batch_size=batch_size)
+    np.testing.assert_allclose(found["accuracy"], right, rtol=1e-6)
+    np.testing.assert_allclose(found["loss"], losses.mean(axis=1), rtol=1e-5)
+
+
+def test_metrics_of_text_are_of_the_next_word():
+    """A network that always repeats the word before it, on two rows."""
+
+    def predict(params, tokens):
+        return 10.0 * jax.nn.one_hot(tokens, 4)
+
+    network = models.Network(None, predict, None)
+    rows = jnp.array([[1, 1, 1, 2, 2], [0, 1, 2, 3, 0]])
+    metrics = functools.partial(tasks._text_metrics, network)
+    task = tasks.Task(network, None, metrics, None)
+    found = tasks.evaluate(task, {"none": jnp.zeros((1, 1))}, rows, batch_size=2)
+    assert found["accuracy"] == pytest.approx(3 / 8)
+    right, wrong = math.log1p(3 * math.exp(-10)), math.log(3 + math.exp(10))
+    assert found["loss"] == pytest.approx((3 * right + 5 * wrong) / 8, rel=1e-5)
+
+
 # Sessions: what is there is not computed again
+
+
+def test_a_sweep_holds_examples_out_and_final_runs_have_all(tmp_path):
+    asked = []
+
+    def read(settings, holdout):
+        asked.append((settings.dataset, holdout, settings.vocabulary, settings.public_text))
+        return datasets.synthetic(settings.dataset, num_private=8, num_public=2, num_test=2)
+
+    own = run.Session(tmp_path, read, quiet=True)
+    images = settings_of("cifar10/warm-s20")
+    for kind in ("sweep", "sweep", "final", "final"):
+        own.data(images, kind)
+    assert asked == [("cifar10", 2000, "train", "split"), ("cifar10", 0, "train", "split")]
+    asked.clear()
+    for name in ("warm-s0.5", "public-vocabulary-warm-s0.5", "other-text-warm-e1"):
+        for kind in ("sweep", "final"):
+            own.data(settings_of(f"wikitext2/{name}"), kind)
+    assert asked == [
+        ("wikitext2", 0, "train", "split"),
+        ("wikitext2", 0, "public", "split"),
+        ("wikitext2", 0, "train", "other"),
+    ]
+
+
+def test_the_commands_read_the_data_that_the_settings_name(tmp_path, counted, monkeypatch):
+    asked = []
+
+    def prepare(name, data_root, **options):
+        asked.append((name, data_root, options))
+        return datasets.synthetic(name, num_private=8, num_public=2, num_test=2)
+
+    monkeypatch.setattr(datasets, "prepare", prepare)
+    options = ["--quiet", "--results", str(tmp_path), "--data-root", str(tmp_path / "data")]
+    for name in ("wikitext2/public-vocabulary-cold-s0.5", "wikitext2/other-text-cold-e1", NAME):
+        assert dispatcher.main(["run", str(CONFIGS / f"{name}.toml"), *options]) == 0
+    data = tmp_path / "data"
+    assert asked == [
+        ("wikitext2", data, {"holdout": 0, "vocabulary": "public", "public_text": "split"}),
+        ("wikitext2", data, {"holdout": 0, "vocabulary": "train", "public_text": "other"}),
+        ("emnist", data, {"holdout": 0}),
+    ]
 
 
 @pytest.fixture
@@ -683,6 +975,18 @@ def test_the_command_writes_the_best_back_unless_told_not_to(tmp_path, counted, 
         assert path.read_text() == before
     assert dispatcher.main(["sweep", str(path)]) == 0
     assert load(path).learning_rate == 0.5
+
+
+def test_the_judge_is_the_averaged_iterate():
+    final = {
+        "average_validation_loss": 1.0,
+        "last_validation_loss": 2.0,
+        "average_validation_accuracy": 0.3,
+        "last_validation_accuracy": 0.4,
+    }
+    for dataset, score in (("cifar10", -0.3), ("emnist", -0.3), ("wikitext2", 1.0)):
+        line = {"settings": {"dataset": dataset}, "final": final}
+        assert (sweep.loss(line), sweep.score_of_rate(line)) == (1.0, score)
 
 
 def test_neighbours():

@@ -417,6 +417,52 @@ def test_figures_show_runs_with_bands_and_labels(folder, capsys):
     assert "warning: cifar10.jsonl, line 11" in capsys.readouterr().err
 
 
+def three(dataset, level):
+    """Settings of the three algorithms."""
+    return {name: settings_of(f"{dataset}/{name}-{level}") for name in ("cold", "warm", "pda")}
+
+
+def test_a_figure_has_the_curves_and_bands_of_its_own_data():
+    algorithms = three("emnist", "s1.89")
+    lines = [
+        line(settings, seed, loss=loss + 0.1 * seed, **SAMPLED)
+        for settings, loss in zip(algorithms.values(), (3.0, 2.0, 1.0), strict=True)
+        for seed in (1, 2, 3)
+    ]
+    # Runs on other data, and runs of a search, which have another ε and a validation part.
+    lines += [line(algorithms["pda"], seed, loss=9.0) for seed in (1, 2)]
+    searched = line(algorithms["pda"], 0, kind="sweep", loss=7.0, **SAMPLED)
+    searched["privacy"]["epsilon_pld"] = 5.0
+    figure = figures.training_figure([*lines, searched], algorithms)
+    title = "EMNIST, σ = 1.89, ε = 6.421 (PLD, δ = 1e-06)"
+    assert figure.get_suptitle() == f"{title}\n{SAMPLE}"
+    validation, test = figure.axes[:2]
+    assert validation.get_title() == "validation (run of the sweep, 1 seed)"
+    assert test.get_title() == "test (final runs, 3 seeds)"
+    # The averaged iterate of three algorithms, each with the last one beside it.
+    ends = [curve.get_ydata()[-1] for curve in test.lines]
+    assert ends == pytest.approx([3.19, 3.2, 2.19, 2.2, 1.19, 1.2])
+    assert [curve.get_ydata()[-1] for curve in validation.lines] == pytest.approx([6.99, 7.0])
+    heights = [band.get_paths()[0].get_extents().height for band in test.collections]
+    # From one deviation below the end to one above the beginning.
+    expected = [2 * mean - mean + 0.3 for mean in (3.19, 2.19, 1.19)]
+    assert heights == pytest.approx(expected, rel=1e-3)
+    without_cold = figure.axes[3]
+    assert [curve.get_ydata()[-1] for curve in without_cold.lines] == pytest.approx(ends[2:])
+    # A curve below another one is wider.
+    widths = [curve.get_linewidth() for curve in without_cold.lines]
+    assert widths[0] > 1.5 * widths[2]
+
+
+def test_a_search_alone_makes_no_figure_of_results():
+    algorithms = three("wikitext2", "s0.5")
+    lines = [line(algorithms["warm"], 0, kind="sweep", **SAMPLED)]
+    assert figures.training_figure(lines, algorithms) is None
+    figure = figures.training_figure([*lines, line(algorithms["warm"], 1, **SAMPLED)], algorithms)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:3] == ["cold DP-SGD (no run yet)", "warm DP-SGD", "PDA-DPMD (no run yet)"]
+
+
 def test_nothing_to_draw_is_said(tmp_path, capsys):
     assert dispatcher.main(["figures", "--results", str(tmp_path)]) == 0
     assert "nothing to draw" in capsys.readouterr().out
@@ -455,7 +501,7 @@ def test_curves_from_other_warm_starts_say_so():
     assert figures._other_starts(*same) == ""
     assert figures._other_starts(same[0], [line(pda, 3, start=9.0)]) == ""
     other = [line(pda, 1), line(pda, 2, start=9.0)]
-    assert figures._other_starts(same[0], other) == ", other warm starts"
+    assert figures._other_starts(same[0], other) == figures.OTHER_STARTS
 
 
 def test_the_gain_is_against_warm_at_the_same_rate():

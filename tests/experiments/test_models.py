@@ -25,6 +25,86 @@ def test_number_of_parameters(network, size):
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size
 
 
+def textbook_conv(x, layer, stride=1, padding="SAME"):
+    """tanh of a convolution, one filter tap at a time."""
+    kernel, bias = (np.asarray(layer[name], np.float64) for name in ("kernel", "bias"))
+    size = kernel.shape[0]
+    if padding == "SAME":
+        total = [max((-(-n // stride) - 1) * stride + size - n, 0) for n in x.shape[:2]]
+        x = np.pad(x, [(n // 2, n - n // 2) for n in total] + [(0, 0)])
+    height, width = ((n - size) // stride + 1 for n in x.shape[:2])
+    out = np.zeros((height, width, kernel.shape[-1])) + bias
+    for row in range(size):
+        for column in range(size):
+            taps = x[
+                row : row + stride * height : stride, column : column + stride * width : stride
+            ]
+            out += taps[:height, :width] @ kernel[row, column]
+    return np.tanh(out)
+
+
+def textbook_pool(x, stride):
+    rows, columns = (range(0, n - 1, stride) for n in x.shape[:2])
+    windows = [[x[i : i + 2, j : j + 2].max((0, 1)) for j in columns] for i in rows]
+    return np.array(windows)
+
+
+def textbook_dense(x, layer):
+    return x @ np.asarray(layer["kernel"], np.float64) + np.asarray(layer["bias"], np.float64)
+
+
+def test_cifar10_network_layer_by_layer():
+    """The appendix's table: two convolutions and a max-pool, three times, then 128 units."""
+    network = models.cifar10_cnn()
+    params = jax.tree.map(lambda leaf: leaf + 0.01, network.init(jax.random.key(0)))
+    image = np.asarray(jax.random.normal(jax.random.key(1), (32, 32, 3)), np.float64)
+    x = image
+    for first, second in zip(params["convs"][::2], params["convs"][1::2], strict=True):
+        x = textbook_pool(textbook_conv(textbook_conv(x, first), second), 2)
+    assert x.shape == (4, 4, 128)
+    logits = textbook_dense(np.tanh(textbook_dense(x.ravel(), params["hidden"])), params["out"])
+    found = network.predict(params, jnp.asarray(image, jnp.float32))
+    np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_emnist_network_layer_by_layer():
+    """The appendix's table with the two max-pools of stride 1 that it leaves out."""
+    network = models.emnist_cnn()
+    params = jax.tree.map(lambda leaf: leaf + 0.01, network.init(jax.random.key(0)))
+    image = np.asarray(jax.random.normal(jax.random.key(1), (28, 28, 1)), np.float64)
+    x = textbook_pool(textbook_conv(image, params["conv1"], 2), 1)
+    x = textbook_pool(textbook_conv(x, params["conv2"], 2, "VALID"), 1)
+    logits = textbook_dense(np.tanh(textbook_dense(x.ravel(), params["hidden"])), params["out"])
+    found = network.predict(params, jnp.asarray(image, jnp.float32))
+    np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_lstm_step_by_step():
+    """Gates in the order input, forget, candidate, output; logits of the word after each one."""
+    network = models.lstm_language_model(vocabulary=7, width=3, layers=2)
+    params = jax.tree.map(lambda leaf: 2 * leaf + 0.1, network.init(jax.random.key(0)))
+    tokens = np.array([1, 5, 0, 5])
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    x = exact["embedding"][tokens]
+    for cell in exact["cells"]:
+        hidden, memory, outputs = np.zeros(3), np.zeros(3), []
+        for word in x:
+            gates = np.split(word @ cell["input"] + hidden @ cell["state"] + cell["bias"], 4)
+            memory = sigmoid(gates[1]) * memory + sigmoid(gates[0]) * np.tanh(gates[2])
+            hidden = sigmoid(gates[3]) * np.tanh(memory)
+            outputs.append(hidden)
+        x = np.array(outputs)
+    logits = textbook_dense(x, exact["out"])
+    np.testing.assert_allclose(network.predict(params, tokens), logits, rtol=1e-4, atol=1e-5)
+    # The last word is a target only, the first one an input only.
+    likelihoods = jax.nn.log_softmax(logits[:-1])[np.arange(3), tokens[1:]]
+    np.testing.assert_allclose(network.loss(params, tokens), -likelihoods.mean(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_max_pool(stride):
     x = jax.random.normal(jax.random.key(0), (7, 6, 3))
