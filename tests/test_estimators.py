@@ -476,6 +476,15 @@ class TestNeighbours:
         np.testing.assert_allclose(sums[2][0], 2 * sums[1][0])
         assert not np.allclose(start.coef_, half.coef_)
         np.testing.assert_allclose(half.coef_, twice.coef_)
+        # As many that count among twice as many: the same sum takes half the step.
+        among_more = self.fit(
+            "regression", np.concatenate([x, x]), np.concatenate([y, y]),
+            counts=np.arange(2 * len(x)) % 2 == np.repeat([0, 2], len(x)),
+        )  # fmt: skip
+        np.testing.assert_allclose(sums[3][0], sums[1][0])
+        np.testing.assert_allclose(
+            start.coef_ - among_more.coef_, (start.coef_ - half.coef_) / 2, rtol=1e-6
+        )
 
 
 class TestCopies:
