@@ -123,7 +123,7 @@ class Comparison:
             row.run,
             row.label,
             upwards(report.epsilon),
-            f"{report.delta:g}",
+            upwards(report.delta, 6),
             report.adjacency.value,
             report.unit,
             f"{report.charged_steps}",
@@ -175,11 +175,13 @@ class Comparison:
         seeds = {row.run: row.report.seed for row in self.rows if row.report.seed is not None}
         if len(set(seeds.values())) < len(seeds):
             return ["Runs of one seed may share their noise: together they promise nothing."]
+        trials = any(len(curve.values) > 1 for row in self.rows for curve in row.report.curves)
         return [
-            f"If all {len(self.rows)} models come from the same private records, publishing all of "
-            f"them, or one that was chosen by its results on public rows, costs at most epsilon "
-            f"{upwards(epsilon)}, delta {delta:.3g} (by addition; a ledger or budget that they "
-            "share states less). A choice that looks at private records is not covered."
+            f"If all {len(self.rows)} models{', one trial of each row,' * trials} come from the "
+            "same private records, publishing all of them, or one that was chosen by its results "
+            f"on public rows, costs at most epsilon {upwards(epsilon)}, delta {upwards(delta)} (by "
+            "addition; a ledger or budget that they share states less). A choice that looks at "
+            "private records is not covered."
         ]
 
     def text(self) -> str:

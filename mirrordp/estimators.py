@@ -776,7 +776,8 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
     """Logistic regression under differential privacy: two classes, or more by softmax.
 
     Minimises log Σ_k e^{s_k} − s_y with scores s = Θᵀx + b (for two classes, one score). A private
-    row whose label is not among the classes contributes nothing; it still counts in n.
+    row whose label is not among the classes contributes nothing; it still counts in n. Labels that
+    read as the same number (1, 1.0, "1") are one label.
     """
 
     classes_: np.ndarray
@@ -810,6 +811,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         # What defines the classes must be labels; elsewhere a number of any kind is no class.
         check_classification_targets(labels)
         self.classes_ = np.unique(labels)
+        _check_distinct(self.classes_)
         if len(self.classes_) < 2:
             remark = f" {UNPROTECTED}" if known is None else ""
             raise ValueError(
@@ -842,9 +844,8 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Targets, and which labels are classes at all."""
-        y = _in_form_of(self.classes_, y)
-        is_class = np.isin(y, self.classes_)
-        index = np.searchsorted(self.classes_, np.where(is_class, y, self.classes_[0]))
+        index = _class_indices(self.classes_, y)
+        is_class, index = index >= 0, np.maximum(index, 0)
         one_hot = np.eye(len(self.classes_))[index]
         return one_hot[:, 1:] if len(self.classes_) == 2 else one_hot, is_class
 
@@ -872,26 +873,48 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         return _few_rows_are_not_enough(super().__sklearn_tags__())
 
 
-def _in_form_of(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Labels as text or as numbers, whichever the classes are, one by one.
+def _class_indices(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Which class each label is, −1 where it is none; decided for each label by itself.
 
-    One text among numbers makes NumPy write all of them as text: no class would be known then, and
-    one row would have decided over all others.
+    An array has one dtype: one text among numbers makes NumPy write all of them as text, one
+    fraction makes 1 a 1.0. Would that change which class the other labels are, one row decided over
+    all others. So a label is the class that it equals, else the class that reads as the same
+    number: 1, 1.0, True, "1" and "1.0" are one label.
     """
-    if y.dtype.kind in "US" and classes.dtype.kind in "biuf":
-        known = {str(label): label for label in classes.tolist()}
-        parsed = {text: known.get(text, _number_or_nan(text)) for text in set(y.tolist())}
-        return np.array([parsed[text] for text in y.tolist()], np.float64)
-    if y.dtype.kind in "biuf" and classes.dtype.kind in "US":
-        return np.array([str(label) for label in y.tolist()])
-    return y
+    known = {label: index for index, label in enumerate(classes.tolist())}
+    by_number = {_as_number(label): index for label, index in known.items()}
+    by_number.pop(None, None)
+
+    def find(label: Any) -> int:
+        if isinstance(label, bytes):
+            label = label.decode("latin-1")
+        return known.get(label, by_number.get(_as_number(label), -1))
+
+    labels = y.tolist()
+    found = {label: find(label) for label in set(labels)}
+    return np.fromiter(map(found.__getitem__, labels), np.intp, len(labels))
 
 
-def _number_or_nan(text: str | bytes) -> float:
+def _check_distinct(classes: np.ndarray) -> None:
+    """Refuses classes that are one and the same number once an array's dtype has changed."""
+    read = map(_as_number, classes.tolist())
+    numbers = [number for number in read if number is not None]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            "classes must differ as float64 numbers where they read as numbers, got two that do "
+            "not, such as '1' and '1.0', or integers beyond 2**53. Give them other names."
+        )
+
+
+def _as_number(label: Any) -> complex | None:
+    """A label as a number, if it reads as one; equal numbers of any type are equal here."""
+    if label in ("True", "False"):
+        return complex(label == "True")
     try:
-        return float(text)
-    except ValueError:
-        return math.nan
+        number = complex(label)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number == number else None
 
 
 def _few_rows_are_not_enough(tags):

@@ -175,7 +175,8 @@ class ClippedSum:
         with np.errstate(over="ignore", invalid="ignore"):
             residuals = self.family.residuals(_scores(rows.features, theta), rows.targets)
             row_norms = rows.norms.reshape((-1,) + (1,) * (theta.ndim - 2))
-            norms = np.linalg.norm(residuals, axis=1) * row_norms
+            # Squares that underflow would hide a residual that a long row makes count again.
+            norms = np.maximum(np.linalg.norm(residuals, axis=1), _SMALLEST_NORM) * row_norms
             # Beyond these the squares behind a norm, or the factor, lose their digits.
             keep = np.isfinite(norms) & (norms <= _LARGEST_NORM) & (row_norms >= _SMALLEST_NORM)
             if rows.counts is not None:

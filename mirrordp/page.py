@@ -172,7 +172,7 @@ def _header(report: RunReport) -> str:
     n = "public" if report.num_examples_is_public else "secret"
     figures = [
         (upwards(report.epsilon), "epsilon, smaller is stronger"),
-        (f"{report.delta:g}", "delta"),
+        (upwards(report.delta, 6), "delta"),
         (f"one {report.unit}", "is protected (unit)"),
         (report.adjacency.value, f"adjacency; the number of records is {n}"),
     ]
@@ -262,7 +262,7 @@ def _spending(report: RunReport) -> str:
         [series],
         describe=f"Epsilon grows to {upwards(spent[-1][1])} over {spent[-1][0]} steps",
         x_label="steps that read private records",
-        y_label=f"epsilon at delta {report.delta:g}",
+        y_label=f"epsilon at delta {upwards(report.delta, 6)}",
         from_zero=True,
     )
     rows = [[f"{steps:,}", upwards(epsilon)] for steps, epsilon in spent]

@@ -353,9 +353,7 @@ class RunReport:
                 )
             )
         if not math.isfinite(self.epsilon):
-            found.append(
-                Warned(True, "No protection", "no noise was added, so epsilon is infinite.")
-            )
+            found.append(Warned(True, "No protection", f"{self._why_infinite}."))
         elif self.epsilon > WEAK_EPSILON:
             found.append(
                 Warned(
@@ -398,15 +396,23 @@ class RunReport:
     def statement(self) -> str:
         """The guarantee in two sentences."""
         if not math.isfinite(self.epsilon):
-            return "There is no guarantee: no noise was added, so epsilon is infinite."
+            return f"There is no guarantee: {self._why_infinite}."
+        if self.charged_steps == 0 and self.epsilon == 0:
+            return "No step of training read private records: the model says nothing about them."
         return (
             f"Training looked at private records, one {self.unit} each, through noise. Whoever "
             f"studies the model learns nearly the same whether or not {self._difference}: the "
             f"guarantee is differential privacy with epsilon = {upwards(self.epsilon)} and "
-            f"delta = {_number(self.delta)}. For scale: someone who would have to toss a coin to "
-            f"tell which of the two it was is right at most {percent_upwards(self.certainty)} of "
-            "the time after seeing the model, whatever else they know."
+            f"delta = {upwards(self.delta, 6)}. For scale: someone who would have to toss a coin "
+            f"to tell which of the two it was is right at most {percent_upwards(self.certainty)} "
+            "of the time after seeing the model, whatever else they know."
         )
+
+    @property
+    def _why_infinite(self) -> str:
+        if self.noise_multiplier == 0:
+            return "no noise was added, so epsilon is infinite"
+        return "the accountant found no finite epsilon for so little noise"
 
     @property
     def _difference(self) -> str:
@@ -459,8 +465,8 @@ class RunReport:
             ),
             (
                 "How strongly?",
-                f"epsilon {upwards(self.epsilon)}, delta {_number(self.delta)}. Epsilon bounds how "
-                "much more likely any outcome can become through one record; delta is a small "
+                f"epsilon {upwards(self.epsilon)}, delta {upwards(self.delta, 6)}. Epsilon bounds "
+                "how much more likely any outcome can become through one record; delta is a small "
                 "allowance on top, to be kept far below one over the number of records",
             ),
             ("Which data sets must look alike?", self._neighbours),
@@ -485,11 +491,16 @@ class RunReport:
         return [
             (
                 "What do all runs on these records cost together?",
-                f"at most epsilon {_number(budget['epsilon'])}, delta {_number(budget['delta'])}, "
-                f"however they were chosen: they share one budget, of which "
-                f"{percent_upwards(budget['used'])} was used after this run",
+                f"at most epsilon {upwards(budget['epsilon'], 6)}, delta "
+                f"{upwards(budget['delta'], 6)}, however they were chosen: they share one budget, "
+                f"of which {percent_upwards(budget['used'])} was used after this run",
             )
         ]
+
+    @property
+    def _delta_of_two(self) -> float:
+        """(1 + e^ε) δ, which with 2ε holds for data sets that differ in two records."""
+        return min((1 + math.exp(min(self.epsilon, 700))) * self.delta, 1.0)
 
     def limits(self) -> list[str]:
         """What the guarantee does not cover."""
@@ -498,7 +509,7 @@ class RunReport:
             "What follows from the population as a whole. A model may rightly reveal that smoking "
             "causes cancer, also to the insurer of a smoker whose record was never used.",
             f"Groups: what ties k records together is protected k times less (epsilon "
-            f"{upwards(2 * self.epsilon)} for two, at a somewhat larger delta).",
+            f"{upwards(2 * self.epsilon)} for two, at delta {upwards(self._delta_of_two)}).",
             "The private data itself, the machine it lies on, and anything else that was computed "
             "from it outside this run.",
             "Error messages and warnings about private records. They go to the operator's "
@@ -516,7 +527,7 @@ class RunReport:
         public = "yes" if self.num_examples_is_public else "no"
         return [
             ("epsilon", upwards(self.epsilon)),
-            ("delta", _number(self.delta)),
+            ("delta", upwards(self.delta, 6)),
             ("adjacency (which data sets are neighbours)", self.adjacency.value),
             ("unit (what one record is)", self.unit),
             ("sampling", f"{self.sampling}, probability {_number(self.sampling_prob)}"),

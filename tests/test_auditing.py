@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 import mirrordp
-from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli
+from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli, federated
 from mirrordp.auditing import Algorithm, Attack
 from tests import tools
 
@@ -37,6 +37,16 @@ class NoiseOff(Mechanism):
 class NoiseHalved(Mechanism):
     def privatizer(self, key):
         return self.noise.privatizer(self.noise_stddev / 2, key)
+
+
+class ClippingOff(Mechanism):
+    def clipped_grad(self, loss_fn, **options):
+        return mirrordp.clipped_grad(loss_fn, l2_clip_norm=1e6, **options)
+
+
+def unclipped(delta, l2_clip_norm):
+    del l2_clip_norm
+    return federated.ClippedDelta(delta, jnp.ones([]), jnp.ones([], bool))
 
 
 CLAIMED = {}
@@ -80,6 +90,18 @@ class TestAlgorithms:
         )
         assert found.measure == "mu"
         assert found.refuted
+
+    def test_clipping_left_out(self, algorithm, monkeypatch):
+        if algorithm is FEDERATED:
+            monkeypatch.setattr(federated, "clip_delta", unclipped)
+        found = auditing.audit(
+            made(ClippingOff),
+            algorithms=[algorithm],
+            attacks=[Attack.ONE_RUN, Attack.PAIRED, Attack.GAUSSIAN],
+            num_runs=100,
+            seed=3,
+        )
+        assert all(result.refuted for result in found)
 
 
 class TestStatistics:
@@ -135,6 +157,40 @@ class TestStatistics:
             for _ in range(500)
         )
         assert wrong <= 0.2 * 500
+
+    def test_one_run_holds_as_often_as_it_says(self):
+        """No valid bound passes the ε of the mechanism more often than agreed."""
+        rng = np.random.default_rng(2)
+        wrong = 0
+        for _ in range(300):
+            included = rng.random(90) < 0.5
+            right = rng.random(90) < np.e / (1 + np.e)
+            scores = np.where(right == included, 1.0, 0.0) + 1e-3 * rng.random(90)
+            wrong += auditing.one_run_epsilon(scores, included, delta=1e-9, significance=0.2) > 1
+        assert 0 < wrong <= 0.2 * 300
+
+    def test_paired_holds_as_often_as_it_says(self):
+        """Randomised response at ε = 1: both rates are at the limit."""
+        rng = np.random.default_rng(2)
+        wrong = 0
+        for _ in range(500):
+            alarms, hits = rng.random(100) < 1 / (1 + np.e), rng.random(100) < np.e / (1 + np.e)
+            wrong += (
+                auditing.paired_epsilon(
+                    hits.astype(float), alarms.astype(float),
+                    threshold=0.5, delta=0.0, significance=0.4,
+                )
+                > 1
+            )  # fmt: skip
+        assert wrong <= 0.4 * 500
+
+    def test_low_confidence(self):
+        """The statistics take errors below one half only."""
+        (found,) = auditing.audit(
+            made(num_steps=1), algorithms=[Algorithm.DP_SGD], attacks=[Attack.PAIRED],
+            confidence=0.3, num_runs=20, seed=1,
+        )  # fmt: skip
+        assert found.confidence >= 0.3
 
     def test_shapes(self):
         with pytest.raises(ValueError, match="one entry per canary"):
@@ -243,6 +299,15 @@ class TestCommand:
         assert "dp-sgd" in out
         assert "REFUTED" not in out
         assert "No claim was refuted" in out
+
+    def test_a_bound_reads_no_larger_than_it_is(self, capsys, monkeypatch):
+        def audit(mechanism, **options):
+            return [auditing.Audit(Algorithm.EXACT, Attack.ONE_RUN, "epsilon", 1.23412, 1.2349, 0.9,
+                                   1e-5)]  # fmt: skip
+
+        monkeypatch.setattr(auditing, "audit", audit)
+        assert cli.main(["audit"]) == 1
+        assert "    1.235     1.234  REFUTED" in capsys.readouterr().out
 
     def test_refuted(self, capsys, monkeypatch):
         def audit(mechanism, **options):

@@ -117,6 +117,14 @@ class TestClippedSum:
         # In units of C, where squares are harmless.
         assert np.linalg.norm(found / l2_clip_norm) <= 1 + 1e-9
 
+    @pytest.mark.parametrize("l2_clip_norm", [1e-25, 1e-15])
+    def test_a_residual_whose_square_underflows_hides_no_norm(self, l2_clip_norm):
+        """A sure prediction has a residual of 1e-163; a long row makes 1e-13 of it."""
+        theta = np.array([[0.0], [1.0]])
+        rows = Rows(np.array([[1e150, -375.0]]), np.zeros((1, 1)))
+        found = ClippedSum(LOGISTIC, l2_clip_norm)(theta, rows)
+        assert np.linalg.norm(found / l2_clip_norm) <= 1 + 1e-9
+
     def test_a_row_that_overflows_contributes_zero(self):
         rows, theta = problem(LOGISTIC)
         features = rows.features.copy()
@@ -468,6 +476,15 @@ class TestNeighbours:
         np.testing.assert_allclose(sums[2][0], 2 * sums[1][0])
         assert not np.allclose(start.coef_, half.coef_)
         np.testing.assert_allclose(half.coef_, twice.coef_)
+        # As many that count among twice as many: the same sum takes half the step.
+        among_more = self.fit(
+            "regression", np.concatenate([x, x]), np.concatenate([y, y]),
+            counts=np.arange(2 * len(x)) % 2 == np.repeat([0, 2], len(x)),
+        )  # fmt: skip
+        np.testing.assert_allclose(sums[3][0], sums[1][0])
+        np.testing.assert_allclose(
+            start.coef_ - among_more.coef_, (start.coef_ - half.coef_) / 2, rtol=1e-6
+        )
 
 
 class TestCopies:
@@ -695,6 +712,55 @@ class TestMistakes:
             x, y, public_x, public_y, counts=kept
         )
         np.testing.assert_array_equal(model.coef_, expected.coef_)
+
+    @pytest.mark.parametrize(
+        ("public", "private", "odd"),
+        [
+            (str, int, 0.5),
+            (str, int, "secret"),
+            (str, int, None),
+            (str, float, "secret"),
+            (lambda label: str(float(label)), int, 0.5),
+            (lambda label: str(bool(label)), bool, 17),
+            (lambda label: str(bool(label)), bool, "secret"),
+            (str, lambda label: str(label).encode(), "secret"),
+            (int, str, None),
+            (str, int, 1j),
+            (int, float, 1j),
+        ],
+    )
+    def test_one_label_does_not_decide_which_class_the_others_are(self, public, private, odd):
+        """One label of another type changes the dtype of all; it may change no other row's class.
+
+        As strings 1 and 1.0 differ: with public labels of text, a single 0.5 among private integers
+        once made every other label unknown, which no noise was made for.
+        """
+        _, y = draw("binary", 60)
+        _, public_y = draw("binary", 40, seed=1)
+        labels = [private(label) for label in y.tolist()]
+        model = PrivateLogisticRegression()
+        counted = []
+        for label in (labels[3], odd):
+            with_label = [*labels[:3], label, *labels[4:]]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UnprotectedWarning)
+                problem = model._encode(
+                    np.asarray(with_label), np.array([public(label) for label in public_y.tolist()])
+                )
+            counted.append((problem.targets, problem.counts))
+        (usual, counts), (changed, changed_counts) = counted
+        assert counts.all()
+        np.testing.assert_array_equal(usual[:, 0], y)
+        np.testing.assert_array_equal(np.flatnonzero(~changed_counts), [3])
+        others = np.arange(60) != 3
+        np.testing.assert_array_equal(changed[others], usual[others])
+
+    @pytest.mark.parametrize("classes", [[2**53, 2**53 + 1], ["1", "1.0", "2"], ["True", "1"]])
+    def test_classes_that_another_dtype_would_merge_are_refused(self, classes):
+        x, _ = draw("binary", 60)
+        y = np.array(classes)[np.arange(60) % len(classes)]
+        with pytest.raises(ValueError, match="classes must differ as float64 numbers"):
+            PrivateLogisticRegression().fit(x, y, x, y)
 
     def test_messages_quote_no_private_value(self):
         x, y = draw("regression", 50)

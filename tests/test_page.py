@@ -293,6 +293,23 @@ def test_compare_command(capsys, folders, tmp_path):
     assert "by private records" not in note
 
 
+def test_delta_is_never_shown_smaller_than_it_is():
+    """On the page of one run, in the table of several, and in their sum."""
+    one = dataclasses.replace(make_report(), delta=1.2345641e-6)
+    shown = report_page(one, run="one")
+    assert "1.23457e-06" in shown
+    assert "1.23456e-06" not in shown
+    comparison = Comparison.of({"a": one, "b": one})
+    assert comparison.cells(comparison.rows[0])[3] == "1.23457e-06"
+    (note,) = (note for note in comparison.notes() if "by addition" in note)
+    stated = float(note.split("delta ")[1].split()[0])
+    assert 4 * one.delta <= stated <= 1.001 * 4 * one.delta
+    # Rows of several trials are several models each.
+    assert "all 4 models, one trial of each row, come" in note
+    single = dataclasses.replace(one, curves=())
+    assert "all 4 models come" in " ".join(Comparison.of({"a": single, "b": single}).notes())
+
+
 def test_runs_of_one_seed_do_not_add_up():
     one, other = (make_report(seed=seed) for seed in (1, 2))
     notes = " ".join(Comparison.of({"a": one, "b": other}).notes())

@@ -178,6 +178,46 @@ def test_card_rounds_epsilon_up():
     assert "epsilon = 0.5 " in exact.privacy_card()
 
 
+def test_card_rounds_delta_up_and_what_a_budget_promises():
+    """Rounded to the nearest, each of these would read smaller than it is."""
+    report = dataclasses.replace(
+        RunReport.of(make_mechanism(), DELTA),
+        delta=1.2345641e-6,
+        ledger={
+            "length": 2,
+            "head": "abc",
+            "budget": {"epsilon": 3.1415921, "delta": 1.0000001e-5, "runs": 1, "used": 0.5},
+        },
+    )
+    card = report.privacy_card()
+    assert "delta = 1.23457e-06" in card
+    assert "| delta | 1.23457e-06 |" in card
+    assert "1.23456e-06" not in card
+    assert "at most epsilon 3.1416, delta 1.00001e-05, however" in card
+
+
+def test_card_names_the_delta_of_two_records():
+    """A chain of two neighbours: 2ε and (1 + e^ε) δ, which is no small change of delta."""
+    report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=8.0)
+    assert "(epsilon 16 for two, at delta 0.02982)" in report.privacy_card()
+    assert (1 + math.exp(8)) * DELTA <= 0.02982
+    huge = dataclasses.replace(report, epsilon=5_000.0)
+    assert "for two, at delta 1)" in huge.privacy_card()
+
+
+def test_card_of_a_run_that_read_nothing():
+    report = RunReport.of(make_mechanism(), DELTA, charged_steps=0)
+    assert report.epsilon == 0
+    assert "looked at private records" not in report.privacy_card()
+    assert "No step of training read private records" in report.privacy_card()
+
+
+def test_an_infinite_epsilon_is_not_put_down_to_noise_that_was_added():
+    report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=math.inf)
+    assert "no noise was added" not in report.privacy_card()
+    assert "no finite epsilon" in report.privacy_card()
+
+
 def test_certainty_bound_on_the_card():
     report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=math.log(3))
     assert "right at most 75.1% of the time" in report.privacy_card()

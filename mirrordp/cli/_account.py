@@ -316,10 +316,12 @@ def _print_guarantee(
     if not adjacency.num_examples_is_public and arguments.num_examples is not None:
         kept += ": take a public guess for --num-examples, and fix probability and divisor with it"
     rows = [
-        ("epsilon", f"{upwards(found.epsilon, 6)} at delta {arguments.delta:g}"),
+        ("epsilon", f"{upwards(found.epsilon, 6)} at delta {upwards(arguments.delta, 6)}"),
         (
             "noise",
-            f"{noise_multiplier:.6g} times the clip norm, in each of {arguments.steps} steps",
+            # Rounded up too: epsilon must hold for who copies it from here.
+            f"{upwards(noise_multiplier, 6)} times the clip norm, in each of "
+            f"{arguments.steps} steps",
         ),
         ("sampling", f"{arguments.sampling}, probability {sampling_prob:.6g}"),
         ("adjacency", f"{adjacency.value}; the number of records {kept}"),

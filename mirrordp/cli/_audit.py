@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from typing import Any
 
 from mirrordp.cli._common import (
@@ -57,6 +58,11 @@ def add_audit_command(commands: Any) -> None:
     audit.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _downwards(bound: float) -> str:
+    """Three decimals, rounded down: no more than was proved."""
+    return f"{math.floor(1000 * bound) / 1000:.3f}"
+
+
 def _chosen(kind: Any, name: str) -> list[Any]:
     return list(kind) if name == "all" else [kind(name)]
 
@@ -64,6 +70,7 @@ def _chosen(kind: Any, name: str) -> list[Any]:
 def _audit(arguments: argparse.Namespace) -> int:
     from mirrordp import auditing
     from mirrordp.mechanism import Mechanism
+    from mirrordp.report import upwards
     from mirrordp.sampling import PoissonSampling
 
     if arguments.canaries < 30:
@@ -116,7 +123,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     for result in found:
         print(
             f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
-            f"{result.reported:>9.3f}{result.lower_bound:>10.3f}"
+            f"{upwards(result.reported):>9}{_downwards(result.lower_bound):>10}"
             + ("  REFUTED" if result.refuted else "")
         )
     print(

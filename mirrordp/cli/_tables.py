@@ -245,8 +245,8 @@ def _print_fitted(
             "of the public rows alone."
         )
     print(
-        f"Privacy: epsilon {upwards(report.epsilon)}, delta {report.delta:g} for every private "
-        "row; the number of rows counts as public."
+        f"Privacy: epsilon {upwards(report.epsilon)}, delta {upwards(report.delta, 6)} for every "
+        "private row; the number of rows counts as public."
     )
     if report.is_secure and report.charged_steps > 0:
         print("Noise: from a cryptographic generator, exact on a lattice; rounding is charged.")
@@ -254,8 +254,8 @@ def _print_fitted(
         budget = report.ledger["budget"]
         print(
             f"Budget: {percent_upwards(budget['used'])} used after {counted(budget['runs'], 'run')}"
-            f"; all of them together have at most epsilon {budget['epsilon']:g}, delta "
-            f"{budget['delta']:g}."
+            f"; all of them together have at most epsilon "
+            f"{upwards(budget['epsilon'], 6)}, delta {upwards(budget['delta'], 6)}."
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
@@ -299,7 +299,7 @@ def _already_finished(arguments: argparse.Namespace, run_folder: Path) -> int:
         # Nothing was compared with the options of this call, so it says what the run was.
         print(
             f"The run had finished: {arguments.out}/ holds its model, {report.title}, epsilon "
-            f"{upwards(report.epsilon)}, delta {report.delta:g}."
+            f"{upwards(report.epsilon)}, delta {upwards(report.delta, 6)}."
         )
     return 0
 
