@@ -179,7 +179,7 @@ class ClientData:
         missing = _num_missing(user_ids)
         if missing:
             raise ValueError(
-                f"every row must have an owner, got {missing} rows whose user is None or NaN or "
+                f"every row must have an owner, got {missing} rows whose user is None, NaN or "
                 "empty: taken together they would be one user who is nobody, and a user with some "
                 f"of them would count twice. Leave such rows out. {UNPROTECTED}"
             )

@@ -489,6 +489,10 @@ class TestCommandLine:
         assert shown["runs"] == 1
         assert 0.15 < shown["used"] < 0.17
 
+    def test_the_promise_is_rounded_up(self, files, capsys):
+        assert self.init(files, "--epsilon", "1.00000049", "--delta", "1.00000049e-6") == 0
+        assert "epsilon 1.00001, delta 1.00001e-06 for all" in capsys.readouterr().out
+
     def test_too_much_is_refused_before_any_file_is_read(self, files, capsys, monkeypatch):
         assert self.init(files) == 0
         for name in ("read_table", "read_batches"):

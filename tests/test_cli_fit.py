@@ -430,8 +430,9 @@ def test_predict_with_bad_input(capsys, fitted, tmp_path, arguments, words):
 
 
 def test_parquet_in_and_out(capsys, files, tmp_path):
-    arrow_csv = pytest.importorskip("pyarrow.csv")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import csv as arrow_csv
+    from pyarrow import parquet
+
     for name in ("private", "public", "input"):
         table = arrow_csv.read_csv(files[name])
         files[name] = files[name].with_suffix(".parquet")

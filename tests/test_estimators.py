@@ -817,7 +817,8 @@ class TestMistakes:
             )
 
     def test_public_columns_in_another_order(self):
-        pandas = pytest.importorskip("pandas")
+        import pandas
+
         x, y = draw("regression", 60)
         frame = pandas.DataFrame(x).rename(columns=str)
         with pytest.raises(ValueError, match=r"Pass X_public\[X.columns\]"):

@@ -185,7 +185,10 @@ class TestClientData:
             ),
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", None, "b"]), "1 rows whose user"),
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", np.nan, "b"]), "1 rows whose user"),
-            (lambda: PrivateClients.from_rows(np.ones(2), np.array([np.nan, 3])), "is None or NaN"),
+            (
+                lambda: PrivateClients.from_rows(np.ones(2), np.array([np.nan, 3])),
+                "is None, NaN or empty",
+            ),
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", " ", ""]), "2 rows whose user"),
             (lambda: PrivateClients.from_rows(np.ones(2), np.array([b"a", b""])), "1 rows whose"),
             # One person under two spellings would count twice.

@@ -306,7 +306,6 @@ def test_a_round_is_charged_before_anything_is_sent():
 
 
 def test_secure_noise():
-    pytest.importorskip("cryptography")
     secure = mechanism(
         sampling=PoissonSampling.for_batch_size(3, num_examples=USERS),
         noise=mirrordp.SecureGaussianNoise(num_params=4),

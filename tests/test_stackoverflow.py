@@ -47,8 +47,8 @@ def tsv(users, tmp_path_factory):
 
 class TestReaders:
     def test_every_format_gives_the_same_users(self, users, tsv, tmp_path):
-        h5py = pytest.importorskip("h5py")
-        pa = pytest.importorskip("pyarrow")
+        import h5py
+        import pyarrow as pa
         import pyarrow.parquet
 
         with h5py.File(tmp_path / "users.h5", "w") as file:
@@ -168,7 +168,8 @@ class TestPrepare:
 
     def test_published_sentences_are_split_at_spaces(self, users, tsv, tmp_path):
         """As in TensorFlow Federated's pipeline: tokens with marks inside stay whole."""
-        h5py = pytest.importorskip("h5py")
+        import h5py
+
         with h5py.File(tmp_path / "train.h5", "w") as file:
             for user in users:
                 file.create_dataset(f"examples/{user}/tokens", data=[b"asp.net and c# , 3.5"])
@@ -422,7 +423,6 @@ class TestCommand:
 
         Lines of other data, of an earlier choice of settings and of a shorter search are left out.
         """
-        pytest.importorskip("matplotlib")
 
         def line(stage, method, seed=0, *, perplexity=100.0, accuracy=0.2, key="new", **job):
             values = {"accuracy": accuracy, "perplexity": perplexity, "word_perplexity": perplexity}

@@ -408,8 +408,9 @@ def test_numbers_survive_writing(tmp_path):
 
 
 def test_parquet_is_read_like_csv(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     path = tmp_path / "no-suffix-needed"
     parquet.write_table(
         arrow.table(
@@ -441,8 +442,9 @@ def test_parquet_is_read_like_csv(tmp_path):
 
 
 def test_parquet_columns_without_a_meaning_are_refused(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     parquet.write_table(arrow.table({"a": [[1, 2], [3]]}), tmp_path / "t.parquet")
     with pytest.raises(TableError, match=r"got list<.*> in column 'a'"):
         read_table(tmp_path / "t.parquet")
@@ -457,7 +459,6 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_parquet_output(tmp_path):
-    pytest.importorskip("pyarrow")
     write_table(tmp_path / "out.parquet", {"a": np.array([1.5]), "b": ["x"]})
     found = read_table(tmp_path / "out.parquet")
     np.testing.assert_array_equal(found.columns["a"], [1.5])

@@ -20,7 +20,7 @@ from mirrordp.cli._common import (
     table_errors,
 )
 from mirrordp.mechanism import UNITS
-from mirrordp.report import percent_upwards
+from mirrordp.report import percent_upwards, upwards
 
 
 def add_budget_commands(commands: Any) -> None:
@@ -131,8 +131,8 @@ def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
     rows = [
         (
             "promise",
-            f"epsilon {status.epsilon:g}, delta {status.delta:g} for all runs together, however "
-            "they are chosen",
+            f"epsilon {upwards(status.epsilon, 6)}, delta {upwards(status.delta, 6)} for all runs "
+            "together, however they are chosen",
         ),
         ("adjacency", status.adjacency.value),
         ("unit", f"one {status.unit}"),

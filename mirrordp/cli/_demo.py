@@ -83,7 +83,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     print(result.table)
     print()
     print(
-        f"Each model: epsilon {upwards(report.epsilon)}, delta {report.delta:g}, "
+        f"Each model: epsilon {upwards(report.epsilon)}, delta {upwards(report.delta, 6)}, "
         f"{report.adjacency.value} adjacency, {report.sampling} sampling, "
         f"{report.accountant.upper()} accountant. All {len(demo.METHODS)} models of the same rows "
         f"together: epsilon {upwards(together)}."
