@@ -104,6 +104,7 @@ def training_figure(lines: Sequence[Record], algorithms: dict[str, Settings]) ->
         for algorithm in (name for name in ALGORITHMS if name in algorithms):
             settings = algorithms[algorithm]
             own = _of_one_data_set(results.final_lines(lines, settings))
+            own = results.own_seeds(own, settings)
             kind = "final runs"
             if part == "validation" and not any("last_validation_loss" in r["curve"] for r in own):
                 own, kind = chosen_sweep_line(lines, settings, own), "run of the sweep"

@@ -157,6 +157,16 @@ def final_lines(lines: Sequence[records.Record], settings: Settings) -> list[rec
     return sorted(found, key=lambda line: line["seed"])
 
 
+def own_seeds(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:
+    """Of final runs on one data set those that speak for a settings file: its own seeds.
+
+    Runs of further seeds, made to pair an ablation, would make the algorithms of one table means of
+    different warm starts. All count while the file's own seeds are not complete.
+    """
+    own = [line for line in lines if line["seed"] in settings.seeds]
+    return own if {line["seed"] for line in own} >= set(settings.seeds) else list(lines)
+
+
 def sweep_lines(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:
     """Sweep runs that differ from the settings in learning rate and K only, in order of both."""
     wanted = _fixed(settings.identity())

@@ -53,8 +53,12 @@ class Found:
         return sorted(found, key=lambda item: order(item[0]))
 
     def final(self, settings: Settings) -> list[Record]:
-        """The final runs of settings."""
+        """The final runs of settings, of all seeds."""
         return results.final_lines(self.lines, settings)
+
+    def rows(self, settings: Settings) -> list[list[Record]]:
+        """The final runs behind each row of settings, one row per data; one empty row for none."""
+        return [results.own_seeds(lines, settings) for lines in _by_data(self.final(settings))]
 
 
 def order(place: Place) -> tuple:
@@ -112,13 +116,11 @@ def _ours(lines: Sequence[Record], settings: Settings) -> list[str]:
         for iterate in ("last", "average")
         for name in ("accuracy", "loss")
     ]
-    there = {line["seed"] for line in lines}
-    complete = there >= set(settings.seeds)
-    wanted = len(there | set(settings.seeds))
+    there, wanted = len({line["seed"] for line in lines}), len(settings.seeds)
     return [
         _epsilon(lines),
         *metrics,
-        str(len(there)) if complete else f"{len(there)} of {wanted}",
+        f"{there}" if there >= wanted else f"{there} of {wanted}",
         f"{settings.learning_rate:g}",
         NONE if settings.decay is None else f"{settings.decay:g} {settings.decay_unit}",
         _data(lines),
@@ -181,7 +183,7 @@ def table2(found: Found) -> str:
                 if settings is None:
                     rows.append([*left, MISSING + " settings", *[NONE] * (len(OURS) - 1)])
                     continue
-                for lines in _by_data(found.final(settings)):
+                for lines in found.rows(settings):
                     rows.append([*left, *_ours(lines, settings)])
                     used += lines
         parts += [f"**{title}**", markdown(heads, rows)]
@@ -296,7 +298,7 @@ def _further(
     rows = []
     used: list[Record] = []
     for _, settings in chosen:
-        for lines in _by_data(found.final(settings)):
+        for lines in found.rows(settings):
             used += lines
             extra = [column(settings, lines) for column in columns.values()]
             rows.append(
@@ -444,7 +446,7 @@ def other_text(found: Found) -> str:
         quoted = NONE if setting is None or asi is None else f"{asi[setting.epsilon]:.4f}"
         epsilon = NONE if settings.target_epsilon is None else f"{settings.target_epsilon:g}"
         left = [epsilon, LABELS[place.algorithm], _cell(paper.cell_of(settings)), quoted]
-        for lines in _by_data(found.final(settings)):
+        for lines in found.rows(settings):
             rows.append([*left, _sigma(settings, lines), *_ours(lines, settings)])
             used += lines
     heads = [
@@ -557,7 +559,8 @@ def cost(found: Found) -> str:
         id(line): place.dataset
         for place, settings in found.places()
         if settings.noise_multiplier is not None
-        for line in found.final(settings)
+        for lines in found.rows(settings)
+        for line in lines
     }
     sorts: dict[tuple[str, str], list[Record]] = {}
     for line in found.lines:

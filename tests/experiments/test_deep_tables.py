@@ -106,6 +106,24 @@ def test_a_row_has_mean_and_deviation_over_its_seeds():
     assert "zero-out adjacency, unit: example" in text
 
 
+def test_further_seeds_pair_an_ablation_and_are_not_in_the_row():
+    base, ablation = settings_of("cifar10/pda-s20"), settings_of("cifar10/pda-s20-one-clip")
+    lines = [line(base, seed, loss=1.0) for seed in (1, 2, 3)]
+    lines += [line(base, 4, loss=9.0), line(ablation, 4, loss=9.5)]
+    found = blocks(lines)
+    [row] = rows(found["table2"], "20", "PDA-DPMD")
+    assert row[6] == "1.0000 ± 0.0000" and row[9] == "3"
+    [_, row] = [row for row in rows(found["ablations"], "CIFAR-10, σ = 20", "PDA-DPMD")
+                if row[2] in ("as in the table", "no second clip")]  # fmt: skip
+    assert row[3] == "+0.5000 (1)" and row[9] == "1 of 3"
+    figure = figures.training_figure(lines, {"pda": base})
+    assert figure.axes[1].get_title() == "test (final runs, 3 seeds)"
+    assert [curve.get_ydata()[-1] for curve in figure.axes[1].lines] == pytest.approx([0.99, 1.0])
+    # While one of the file's own seeds is missing, all count.
+    [row] = rows(blocks(lines[1:])["table2"], "20", "PDA-DPMD")
+    assert row[9] == "3" and row[6].startswith("3.6667")
+
+
 def test_one_seed_has_no_deviation_and_a_diverged_run_is_not_averaged_away():
     settings = settings_of("cifar10/cold-s20")
     [row] = rows(blocks([line(settings, loss=1.7)])["table2"], "20", "cold DP-SGD")
