@@ -112,16 +112,19 @@ def test_further_seeds_pair_an_ablation_and_are_not_in_the_row():
     lines += [line(base, 4, loss=9.0), line(ablation, 4, loss=9.5)]
     found = blocks(lines)
     [row] = rows(found["table2"], "20", "PDA-DPMD")
-    assert row[6] == "1.0000 ± 0.0000" and row[9] == "3"
+    assert row[6] == "1.0000 ± 0.0000"
+    assert row[9] == "3"
     [_, row] = [row for row in rows(found["ablations"], "CIFAR-10, σ = 20", "PDA-DPMD")
                 if row[2] in ("as in the table", "no second clip")]  # fmt: skip
-    assert row[3] == "+0.5000 (1)" and row[9] == "1 of 3"
+    assert row[3] == "+0.5000 (1)"
+    assert row[9] == "1 of 3"
     figure = figures.training_figure(lines, {"pda": base})
     assert figure.axes[1].get_title() == "test (final runs, 3 seeds)"
     assert [curve.get_ydata()[-1] for curve in figure.axes[1].lines] == pytest.approx([0.99, 1.0])
     # While one of the file's own seeds is missing, all count.
     [row] = rows(blocks(lines[1:])["table2"], "20", "PDA-DPMD")
-    assert row[9] == "3" and row[6].startswith("3.6667")
+    assert row[9] == "3"
+    assert row[6].startswith("3.6667")
 
 
 def test_one_seed_has_no_deviation_and_a_diverged_run_is_not_averaged_away():
