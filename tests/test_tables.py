@@ -332,6 +332,12 @@ def test_single_cells_of_another_type_count_as_missing(tmp_path):
     assert UNPROTECTED not in str(caught[0].message)
 
 
+def test_a_target_with_decimal_commas_cannot_be_ignored(tmp_path):
+    text = "x;y\n" + "1;1,5\n2;1,6\n" * 3
+    with pytest.raises(TableError, match=r"write 1.5 for 1,5 in all files\.$"):
+        learn(tmp_path, text, task="regression")
+
+
 def test_decimal_commas_may_be_codes(tmp_path):
     text = "x;y\n" + "1,5;1\n" * 3 + "1,6;2\n" * 3
     (column,) = learn(tmp_path, text, categorical=["x"]).encoding.columns

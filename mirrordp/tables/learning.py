@@ -114,7 +114,7 @@ def _learn_target(public: Table, name: str, task: str) -> Target:
         return _learn_classes(public, name)
     values, wrong = numbers(cells)
     if wrong.any():
-        _refuse_decimal_commas(public, name, cells, wrong)
+        _refuse_decimal_commas(public, name, cells, wrong, otherwise="")
         example = next(itertools.compress(cells, wrong))
         raise TableError(
             f"expected numbers in the target {name!r} for --task {task}, got {example!r} in "
@@ -157,14 +157,20 @@ def _learn_classes(public: Table, name: str) -> ClassTarget:
     return ClassTarget(name, tuple(classes), are_numbers)
 
 
-def _refuse_decimal_commas(public: Table, name: str, cells: Cells, wrong: np.ndarray) -> None:
+def _refuse_decimal_commas(
+    public: Table,
+    name: str,
+    cells: Cells,
+    wrong: np.ndarray,
+    *,
+    otherwise: str = ", or ignore the column or declare it categorical",
+) -> None:
     """Such a column would become one of categories, and be left out for having too many."""
     texts = list(itertools.compress(cells, wrong))
     if all(map(has_decimal_comma, texts)):
         raise TableError(
             f"expected numbers with a decimal point in column {name!r} of {public.source!r}, got "
-            f"{texts[0]!r}; write 1.5 for 1,5 in all files, or ignore the column or declare it "
-            "categorical."
+            f"{texts[0]!r}; write 1.5 for 1,5 in all files{otherwise}."
         )
 
 
