@@ -292,8 +292,9 @@ def fit_files(
         if checkpoint is None or not checkpoint.resume:
             _require_room(budget, epsilon, delta)
         # A run that is resumed may have been charged; what is still missing is asked for later.
-        with stage(f"comparing {private} with the data of the budget"):
-            budget.check_data(private, data_changed=data_changed)
+        if not data_changed:
+            with stage(f"comparing {private} with the data of the budget"):
+                budget.check_data(private)
     with stage(f"reading {public}"):
         table = read_table(public)
         learned = learn_encoding(
@@ -311,6 +312,10 @@ def fit_files(
     with stage(f"reading {private}"):
         batches = _mention_unused(read_batches(private, private=True), table)
         secret = encoding.encode(batches, private=True)
+    if budget is not None and data_changed:
+        # Binds the budget to the file, so only to one that could be read.
+        with stage(f"comparing {private} with the data of the budget"):
+            budget.check_data(private, data_changed=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
         estimator = _estimator(
             task,
@@ -412,7 +417,8 @@ def _adjacency_of(budget: Budget) -> Adjacency:
         raise TableError(
             "expected a budget for rows of which the number is public (unit example, adjacency "
             f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
-            "fit cannot be charged to it."
+            "fit cannot be charged to it. Make a budget of its own for fits; what the two promise "
+            "adds up."
         )
     return budget.adjacency
 

@@ -520,9 +520,19 @@ class TestCommandLine:
         assert cli.main(["budget", "show", str(files / "b")]) == 0
         assert "by 1 run" in capsys.readouterr().out
 
+    def test_a_changed_file_that_cannot_be_read_binds_nothing(self, files, capsys):
+        """Bound to it, the budget would refuse the file that it was made for."""
+        assert self.init(files) == 0
+        whole = (files / "private.csv").read_bytes()
+        (files / "private.csv").write_bytes(whole[:500] + b"\x00\xff\n" + whole[500:])
+        assert self.fit(files, "model", "1", "--data-changed") == 2
+        (files / "private.csv").write_bytes(whole)
+        assert self.fit(files) == 0
+
     @pytest.mark.parametrize("options", [["--adjacency", "add-remove"], ["--unit", "user"]])
     def test_a_budget_of_another_kind(self, files, capsys, options):
         assert self.init(files, *options) == 0
+        assert "mirrordp fit" not in capsys.readouterr().out
         assert self.fit(files) == 2
         assert "a fit cannot be charged to it" in capsys.readouterr().err
 

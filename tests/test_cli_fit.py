@@ -182,6 +182,7 @@ def test_text_output_and_progress(capsys, files, monkeypatch):
     captured = capsys.readouterr()
     for words in ("Fitted regression of 'y'", "Left out: 'id'", "Privacy: epsilon", "model.json"):
         assert words in captured.out
+    assert "Adjacency: zero-out. Sampling: full batch. Choice of settings: nothing" in captured.out
     assert "not for release" not in captured.out
     assert "mirrordp: waiting for the test ..." in captured.err
 

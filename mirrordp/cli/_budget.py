@@ -124,9 +124,10 @@ def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:
         return
     room = "nothing"
     if status.largest_epsilon > 0:
+        fits = status.unit == "example" and status.adjacency.num_examples_is_public
         room = (
-            f"a full-batch run (mirrordp fit) of epsilon {status.largest_epsilon:g} at delta "
-            f"{status.delta:g}, for example"
+            f"a full-batch run{' (mirrordp fit)' if fits else ''} of epsilon "
+            f"{status.largest_epsilon:g} at delta {status.delta:g}, for example"
         )
     rows = [
         (

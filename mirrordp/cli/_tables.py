@@ -216,6 +216,7 @@ def _print_fitted(
             "delta": report.delta,
             "adjacency": report.adjacency.value,
             "unit": report.unit,
+            "sampling": report.sampling,
             "steps": report.charged_steps,
             "accountant": report.accountant,
             "noise": report.noise,
@@ -247,6 +248,10 @@ def _print_fitted(
     print(
         f"Privacy: epsilon {upwards(report.epsilon)}, delta {upwards(report.delta, 6)} for every "
         "private row; the number of rows counts as public."
+    )
+    print(
+        f"Accountant: {report.accountant_method}. Adjacency: {report.adjacency.value}. Sampling: "
+        f"{report.sampling}. Choice of settings: {report.tuning}."
     )
     if report.is_secure and report.charged_steps > 0:
         print("Noise: from a cryptographic generator, exact on a lattice; rounding is charged.")

@@ -23,7 +23,7 @@ def accepts_stddev(samples: np.ndarray, stddev: float, false_alarms: float = FAL
 def accepts_normal(samples: np.ndarray, stddev: float, false_alarms: float = FALSE_ALARMS) -> bool:
     """Whether samples are N(0, stddev²) in distribution (Kolmogorov-Smirnov)."""
     samples = np.asarray(samples, np.float64).ravel()
-    return bool(stats.kstest(samples, "norm", args=(0, stddev)).pvalue >= false_alarms)
+    return bool(stats.kstest(samples / stddev, "norm").pvalue >= false_alarms)
 
 
 def accepts_frequency(
