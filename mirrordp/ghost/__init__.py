@@ -10,8 +10,8 @@ without the model's cooperation. See `_tracing` for how parameters are separated
 4. Σ_i c_i G_i, as ordinary training computes a weight's gradient, from the scaled cotangents.
 
 A parameter whose use is not recognised gets explicit per-example gradients, that parameter only. A
-loss whose structure is not recognised (a `while` loop over parameters and data, trainable parameters
-that are not floats, no dependence on the example) is left to `mirrordp.clipping` as a whole.
+loss whose structure is not recognised (a `while` loop over parameters and data, parameters that
+are not floats, no dependence on the example) is left to `mirrordp.clipping` as a whole.
 `explain` prints the path that each parameter takes.
 """
 
