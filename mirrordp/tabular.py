@@ -289,9 +289,9 @@ def fit_files(
     adjacency = Adjacency.ZERO_OUT
     if budget is not None:
         adjacency = _adjacency_of(budget)
+        # A run that is resumed may have been charged; what is still missing is asked for later.
         if checkpoint is None or not checkpoint.resume:
             _require_room(budget, epsilon, delta)
-        # A run that is resumed may have been charged; what is still missing is asked for later.
         if not data_changed:
             with stage(f"comparing {private} with the data of the budget"):
                 budget.check_data(private)
