@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
@@ -31,3 +32,8 @@ def float64_call(function: Callable[..., Any], *args: Any) -> Any:
 
     with jax.enable_x64(True):
         return call(*leaves)
+
+
+def wide_dtype() -> Any:
+    """float64, or float32 where the backend has nothing wider."""
+    return jnp.float32 if jax.default_backend() == "tpu" else jnp.float64

@@ -3,22 +3,27 @@
     s(θ) = Σ_i clip(∇ℓ(θ; d_i), C),     clip(v, C) = v · min(1, C / ‖v‖₂)
 
 A record changes s by at most C (2C when it is replaced): `ClippedGrad.sensitivity` says so, and
-nobody derives it again. This is the oracle, over `jax_privacy.clipped_grad`, for any JAX function;
+nobody derives it again. That is a statement about the numbers that are computed, not only about
+the formula: norms are taken in float64, factors are rounded down, and sums are exact
+(`mirrordp.sums`). Here every per-example gradient is formed, for any JAX function;
 `mirrordp.ghost` obeys the same contract without per-example gradients in memory.
 """
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import numpy as np
+from jax import lax
 
-from mirrordp import _validate
+from mirrordp import _validate, sums
+from mirrordp._float64 import float64_call, wide_dtype
 from mirrordp.accounting import Adjacency
+from mirrordp.sums import ExactSum, float32_or_wider
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
 
@@ -34,21 +39,42 @@ class ClippedGrad:
     """A callable that computes a clipped sum and knows its sensitivity.
 
     Call it as `clipped(params, batch, is_padding)`, with `keys=` (one per example) if the loss
-    takes a random key. `with_stats` also returns each example's loss and gradient norm.
+    takes a random key. `with_stats` also returns each example's loss and gradient norm. Both return
+    floating-point numbers, to look at; noise is added to what `exact_sum` returns.
 
     Formal guarantees, for every value of the arguments:
 
-    - Each example adds a tree of norm at most `l2_clip_norm` (up to rounding), which depends on
-      this example and its key only.
+    - Each example adds a tree of norm at most `l2_clip_norm`, which depends on this example, its
+      key and its place in the batch only.
+    - Exact sums of two batches that differ in one row (one of them may have padding there) differ
+      by at most `l2_clip_norm`, or by twice as much where both rows are real, whatever the other
+      rows are and however many. Passes, microbatches and runs add up without rounding.
     - A padding example adds exactly zero, and so does one whose gradient holds a NaN or an
       infinity.
-    - The sum is float32, or wider where the parameters are.
+    - The sum as floating-point numbers is float32, or wider where the parameters are.
     - The microbatch size has no effect beyond rounding.
+
+    Attributes:
+        exact_sum: `(params, batch, is_padding, *, keys=None) -> (ExactSum, ClipStats)`.
+        l2_clip_norm: C.
+        takes_key: whether the loss takes a random key.
     """
 
-    with_stats: Callable[..., tuple[PyTree, ClipStats]]
+    exact_sum: Callable[..., tuple[ExactSum, ClipStats]]
     l2_clip_norm: float
     takes_key: bool
+
+    def with_stats(
+        self,
+        params: Params,
+        batch: Batch,
+        is_padding: jax.Array,
+        *,
+        keys: jax.Array | None = None,
+    ) -> tuple[PyTree, ClipStats]:
+        """The sum as floating-point numbers, and each example's loss and gradient norm."""
+        total, stats = self.exact_sum(params, batch, is_padding, keys=keys)
+        return total.floats(), stats
 
     def __call__(
         self,
@@ -121,11 +147,6 @@ def merge(part: PyTree, params: Params) -> Params:
     )
 
 
-def float32_or_wider(leaf: Any) -> Any:
-    """The dtype in which sums of gradients like `leaf` are taken and receive their noise."""
-    return jnp.promote_types(leaf.dtype, jnp.float32)
-
-
 def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
     """The clipped sum over nobody."""
     part = trainable_part(params, trainable)
@@ -165,68 +186,134 @@ def clipped_grad(
         _validate.positive_integer(microbatch_size=microbatch_size)
     keyed_loss = with_key(loss_fn)
 
-    # Clipping to norm one in units of C: squares of the large terms cannot underflow.
-    clipped_in_units = jax_privacy.clipped_grad(
-        lambda part, rest, example_and_key: keyed_loss(merge(part, rest), *example_and_key),
-        l2_clip_norm=1.0,
-        batch_argnums=2,
-        keep_batch_dim=False,
-        return_values=True,
-        return_grad_norms=True,
-        pre_clipping_transform=lambda grad: bounded(grad, l2_clip_norm),
-        microbatch_size=microbatch_size,
-    )
+    def with_padding(params: Params, rows: PyTree, is_padding: jax.Array) -> Summed:
+        batch, keys = rows
+        part = trainable_part(params, trainable)
 
-    def with_stats(
-        params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
-    ) -> tuple[PyTree, ClipStats]:
-        rows = is_padding.shape[0]
-        if keys is None:
-            if takes_key(loss_fn):
-                raise TypeError(
-                    "the loss function takes a random key, so the clipped gradient needs keys=, "
-                    "one per example. Pass jax.random.split(key, batch_size)."
-                )
-            keys = jnp.zeros(rows)
-        batch_and_keys, is_padding = _pad_rows((batch, keys), is_padding, microbatch_size)
-        total, info = clipped_in_units(
-            trainable_part(params, trainable),
-            params,
-            batch_and_keys,
-            is_padding_example=is_padding,
+        def loss_of(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
+            return keyed_loss(merge(part, params), example, key)
+
+        losses, grads = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0))(part, batch, keys)
+        # The norm is that of the very numbers that are summed: nothing is computed twice.
+        grads = lax.optimization_barrier(grads)
+        leaves = jax.tree.leaves(grads)
+        dtype = jnp.result_type(jnp.float32, *leaves)
+        factors, norms = clip_factors(
+            [squared_norm(leaf) for leaf in leaves], is_padding, l2_clip_norm, dtype
         )
-        total = jax.tree.map(lambda leaf: leaf * l2_clip_norm, total)
-        return total, ClipStats(info.values[:rows], info.grad_norms[:rows])
+        clipped = jax.tree.map(lambda leaf: scaled(leaf, factors), grads)
+        return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
 
-    return ClippedGrad(with_stats, float(l2_clip_norm), takes_key(loss_fn))
+    def exact_sum(
+        params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
+    ) -> Summed:
+        keys = checked_keys(loss_fn, keys, is_padding.shape[0])
+        run = functools.partial(with_padding, params)
+        return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
+
+    return ClippedGrad(exact_sum, float(l2_clip_norm), takes_key(loss_fn))
 
 
-def bounded(grad: PyTree, l2_clip_norm: Any) -> PyTree:
-    """One example's gradient in units of C: finite, wide enough, and safe to square.
+class Summed(NamedTuple):
+    """What `ClippedGrad.exact_sum` returns."""
 
-    Scaling a vector whose largest entry exceeds one down to largest entry one leaves
-    clip(·, 1) unchanged, since its norm was above one and still is at least one.
+    total: ExactSum
+    stats: ClipStats
+
+
+def checked_keys(loss_fn: LossFn, keys: jax.Array | None, count: int) -> jax.Array:
+    """`keys`, or placeholders for a loss that takes none."""
+    if keys is not None:
+        return keys
+    if takes_key(loss_fn):
+        raise TypeError(
+            "the loss function takes a random key, so the clipped gradient needs keys=, "
+            "one per example. Pass jax.random.split(key, batch_size)."
+        )
+    return jnp.zeros(count)
+
+
+def squared_norm(array: jax.Array) -> jax.Array:
+    """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
+
+    def sum_of_squares(array):
+        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+        squares = [lax.convert_element_type(part, wide_dtype()) ** 2 for part in parts]
+        return functools.reduce(jnp.add, squares).sum(axis=tuple(range(1, array.ndim)))
+
+    return float64_call(sum_of_squares, array)
+
+
+def clip_factors(
+    norms_squared: Sequence[jax.Array],
+    is_padding: jax.Array,
+    l2_clip_norm: jax.typing.ArrayLike,
+    dtype: Any,
+    *,
+    reserve: float | None = None,
+    taken: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖; zero where that is no number.
+
+    Padding has factor zero, and so has an example whose norm is not finite. The factors are
+    rounded down.
+
+    Args:
+        norms_squared: terms of ‖g_i‖², each of shape [B].
+        is_padding: which examples do not count.
+        l2_clip_norm: C; may be traced.
+        dtype: of the factors.
+        reserve: the share of C that the rounding of the sum may need; `sums.RESERVE` by default.
+        taken: what else an example may add to the sum, each of shape [B].
     """
-    wide = jax.tree.map(lambda leaf: leaf.astype(float32_or_wider(leaf)) / l2_clip_norm, grad)
-    largest = jnp.max(
-        jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(wide)])
-    )
-    # NaN propagates through max on every backend; an infinity or NaN anywhere zeroes all of it.
-    finite = jnp.isfinite(largest)
-    scale = jnp.where(largest > 1, 1 / largest, 1.0)
-    return jax.tree.map(
-        lambda leaf: jnp.where(finite, leaf * scale.astype(leaf.dtype), jnp.zeros_like(leaf)), wide
-    )
+
+    def compute(norms_squared, taken, is_padding, traced):
+        norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
+        # A number becomes float64 here: as a float32 it might be rounded up.
+        limit = jnp.asarray(traced[0] if traced else l2_clip_norm, norms.dtype)
+        room = limit * (1 - (sums.RESERVE if reserve is None else reserve))
+        room = functools.reduce(jnp.subtract, taken, jnp.broadcast_to(room, norms.shape))
+        usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
+        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
+        factors = lax.convert_element_type(exact, dtype)
+        # A subnormal factor has few bits: rounded up it would add more than 1e-6.
+        too_large = lax.convert_element_type(factors, exact.dtype) > exact
+        factors = jnp.where(too_large, jnp.nextafter(factors, 0), factors)
+        return factors, lax.convert_element_type(norms, dtype)
+
+    if not norms_squared:
+        return jnp.zeros(is_padding.shape, dtype), jnp.zeros(is_padding.shape, dtype)
+    traced = [l2_clip_norm] if isinstance(l2_clip_norm, jax.Array) else []
+    return float64_call(compute, list(norms_squared), list(taken), is_padding, traced)
 
 
-def _pad_rows(
-    batch: Batch, is_padding: jax.Array, microbatch_size: int | None
-) -> tuple[Batch, jax.Array]:
-    """Adds padding rows up to a multiple of the microbatch size."""
-    rows = is_padding.shape[0]
-    extra = -rows % (microbatch_size or 1)
-    if extra == 0:
-        return batch, is_padding
-    index = np.concatenate([np.arange(rows), np.zeros(extra, int)])
-    padded = jax.tree.map(lambda leaf: leaf[index], batch)
-    return padded, jnp.concatenate([is_padding, jnp.ones(extra, bool)])
+def scaled(array: jax.Array, weights: jax.Array) -> jax.Array:
+    """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
+    array = array.astype(float32_or_wider(array))
+    weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
+
+
+def in_microbatches(
+    run: Callable[[PyTree, jax.Array], Summed],
+    rows: PyTree,
+    is_padding: jax.Array,
+    size: int | None,
+) -> Summed:
+    """Runs all rows at once, or `size` at a time with the sums added up."""
+    count = is_padding.shape[0]
+    if size is None or size >= count:
+        return run(rows, is_padding)
+    extra = -count % size
+    index = np.concatenate([np.arange(count), np.zeros(extra, int)])
+    blocks = jax.tree.map(lambda row: row[index].reshape(-1, size, *row.shape[1:]), rows)
+    padding = jnp.concatenate([is_padding, jnp.ones(extra, bool)]).reshape(-1, size)
+
+    def step(total, block):
+        found = run(*block)
+        return total + found.total, found.stats
+
+    shapes = jax.eval_shape(run, *jax.tree.map(lambda block: block[0], (blocks, padding))).total
+    zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    total, stats = lax.scan(step, zero, (blocks, padding))
+    return Summed(total, jax.tree.map(lambda stat: stat.reshape(-1)[:count], stats))

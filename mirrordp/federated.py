@@ -36,10 +36,11 @@ from mirrordp.averages import Average
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
-    bounded,
-    float32_or_wider,
+    clip_factors,
     frozen_mask,
     merge,
+    scaled,
+    squared_norm,
     takes_key,
     thawed_mask,
     trainable_part,
@@ -61,9 +62,11 @@ from mirrordp.noise import interruptible
 from mirrordp.public import WarmStart, public_grad, warm_start
 from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
+from mirrordp.sums import ExactSum
 from mirrordp.training import (
     Keys,
     Unprivatized,
+    add_sums,
     check_charged_steps,
     check_loss,
     check_options,
@@ -82,7 +85,7 @@ from mirrordp.training import (
 from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
 
-# The norm of millions of float32 numbers is known to a few parts in a million; clipping to slightly
+# A clipped delta is multiplied a few times in float32 before it is summed. Clipping to slightly
 # less than C keeps the bound true rather than nearly true.
 _ROUNDING = 2.0**-14
 
@@ -193,14 +196,19 @@ def clip_delta(delta: PyTree, l2_clip_norm: jax.typing.ArrayLike) -> ClippedDelt
         delta: one user's delta.
         l2_clip_norm: C; may be traced.
     """
-    delta = jax.tree.map(jnp.asarray, delta)
-    # In units of C: squares of the large terms neither overflow nor underflow.
-    units = bounded(delta, l2_clip_norm)
-    scale = 1 / jnp.maximum(optax.tree.norm(units) * (1 + _ROUNDING), 1)
-    clipped = jax.tree.map(lambda leaf: leaf * (scale * l2_clip_norm).astype(leaf.dtype), units)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(delta)]))
-    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(float32_or_wider(leaf)), delta))
-    return ClippedDelta(clipped, norm, finite)
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], delta)
+    leaves = jax.tree.leaves(rows)
+    # In float64: a running sum of millions of squares in float32 stops growing at some point.
+    factors, norms = clip_factors(
+        [squared_norm(leaf) for leaf in leaves],
+        jnp.zeros(1, bool),
+        l2_clip_norm,
+        jnp.result_type(jnp.float32, *leaves),
+        reserve=_ROUNDING,
+    )
+    clipped = jax.tree.map(lambda leaf: scaled(leaf, factors)[0], rows)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+    return ClippedDelta(clipped, norms[0], finite)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,8 +348,8 @@ class FederatedStep:
     """The pure functions of one round; a value, so that equal rounds compile once.
 
     `federated_train` simulates with it. A server of real clients uses its parts: `init`; for each
-    reply `contribution(delta, state.clip_norm)`, added up from `zero_sum`; `finish` for the noise,
-    the public gradient and the server's step.
+    reply `one_sum` of its `contribution(delta, state.clip_norm)`, added up from `zero_sum`;
+    `finish` for the noise, the public gradient and the server's step.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
@@ -406,16 +414,23 @@ class FederatedStep:
             round=jnp.zeros([], jnp.int32),
             params=params,
             opt_state=self.optimizer.init(part),
-            noise_state=self.mechanism.privatizer(key).init(_tree(self.zero_sum(params))),
+            noise_state=self.mechanism.privatizer(key).init(_tree(self._zeros(params))),
             clip_norm=jnp.asarray(self.mechanism.l2_clip_norm, jnp.float32),
             client_learning_rate=jnp.asarray(self.client_learning_rate, jnp.float32),
             average=None if self.average is None else params,
         )
 
-    def zero_sum(self, params: Params) -> Contribution:
-        """The sum over nobody."""
+    def _zeros(self, params: Params) -> Contribution:
         count = None if self.adaptive_clip is None else jnp.zeros([])
         return Contribution(zero_sum(params, self._mask), count)
+
+    def zero_sum(self, params: Params) -> ExactSum:
+        """The sum over nobody, of a `Contribution` for everybody."""
+        return ExactSum.zero(self._zeros(params), self.mechanism.l2_clip_norm)
+
+    def one_sum(self, contribution: Contribution) -> ExactSum:
+        """The sum over one user; sums add up with `+`, exactly and in any order."""
+        return ExactSum.of(contribution, self.mechanism.l2_clip_norm)
 
     def local_updates(
         self,
@@ -471,7 +486,7 @@ class FederatedStep:
         is_padding: jax.Array,
         keys: jax.Array,
         num_batches: jax.typing.ArrayLike | None = None,
-    ) -> tuple[Contribution, Unprivatized]:
+    ) -> tuple[ExactSum, Unprivatized]:
         """The sum over one pass of users, not yet private, with *sums* of unprivatized values."""
         deltas, losses = self.local_updates(
             self.loss_fn, state, examples, num_examples, keys, num_batches
@@ -485,7 +500,7 @@ class FederatedStep:
             return contribution, clipped.unprivatized_norm
 
         contributions, norms = jax.vmap(contribute)(deltas, is_padding)
-        total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), contributions)
+        total = ExactSum.over(contributions, self.mechanism.l2_clip_norm)
         if not self.show_unprivatized:
             return total, Unprivatized.zero()
         # A norm that is not a number was not below C either.
@@ -537,14 +552,14 @@ class FederatedStep:
             new = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), (clipped, losses))
             return jax.tree.map(jnp.add, carry, new), None
 
-        zero = (self.zero_sum(state.params).delta, jnp.zeros([]))
+        zero = (zero_sum(state.params, self._mask), jnp.zeros([]))
         total, _ = jax.lax.scan(add_pass, zero, users.reshape(-1, per_pass))
         return jax.tree.map(lambda leaf: leaf / chosen, total)
 
     def finish(
         self,
         state: FederatedState,
-        total: Contribution,
+        total: ExactSum,
         unprivatized: Unprivatized,
         public_gradient: PyTree | None,
         alpha: jax.typing.ArrayLike,
@@ -563,16 +578,15 @@ class FederatedStep:
         alpha = jnp.asarray(alpha, jnp.float32)
 
         def release(noise_state):
-            weighted = total
+            # A public constant of at most 1: the weighted sum has sensitivity at most C.
+            weight = None
             if not self.scale_noise:
-                # A public constant of at most 1: the weighted sum has sensitivity at most C.
-                factor = jnp.clip(alpha, 0, 1)
-                weighted = total._replace(
-                    delta=jax.tree.map(lambda leaf: factor.astype(leaf.dtype) * leaf, total.delta)
-                )
+                # The count is mixed with nothing.
+                count_weight = None if self.adaptive_clip is None else jnp.ones([])
+                weight = Contribution(jnp.clip(alpha, 0, 1), count_weight)
             # The privatizer's key lives in its state; the one given here is never used.
             noisy, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
-                _tree(weighted), noise_state
+                _tree(total), noise_state, weight=weight
             )
             mean = self.mechanism.mean(noisy)
             weight, count_weight = self._budget
@@ -588,8 +602,7 @@ class FederatedStep:
             return grad, noise_state, clip_norm
 
         def skip(noise_state):
-            zeros = jax.tree.map(jnp.zeros_like, total.delta)
-            return zeros, noise_state, state.clip_norm
+            return total.zeros().delta, noise_state, state.clip_norm
 
         private_grad, noise_state, clip_norm = jax.lax.cond(
             alpha > 0, release, skip, state.noise_state
@@ -638,7 +651,7 @@ class _Passes(NamedTuple):
 def _run_passes(
     step: FederatedStep,
     state: FederatedState,
-    partial_sum: tuple[Contribution, Unprivatized],
+    partial_sum: tuple[ExactSum, Unprivatized],
     inputs: _Passes,
     private: ClientArrays | None,
     excluded: jax.Array,
@@ -660,7 +673,7 @@ def _run_passes(
         new = step.private_sum(
             state, examples, counts, is_padding, user_keys(round_key, x.users), x.num_batches
         )
-        return jax.tree.map(jnp.add, partial_sum, new)
+        return add_sums(partial_sum, new)
 
     def public_side(state, alpha):
         def compute():
@@ -670,7 +683,7 @@ def _run_passes(
             )
             return grad, loss.astype(jnp.float32)
 
-        nothing = (zero[0].delta, jnp.full([], jnp.nan))
+        nothing = (zero[0].zeros().delta, jnp.full([], jnp.nan))
         # At α = 1 the public gradient has no weight: it is not computed.
         return jax.lax.cond(alpha < 1, compute, lambda: nothing)
 
@@ -999,6 +1012,7 @@ def _pack(
     for weight in alphas:
         # A round that reads no private data draws no cohort either.
         cohort = np.asarray(next(batches)) if weight > 0 else np.zeros(0, np.int32)
+        cohort = cohort[cohort != PADDING]
         # Users with equally many batches side by side: none waits for a larger one.
         rows = passes(cohort[np.argsort(-counts[cohort], kind="stable")], users_per_pass)
         users.extend(rows)

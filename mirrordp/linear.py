@@ -26,7 +26,7 @@ import numpy as np
 import scipy.optimize
 import scipy.special
 
-from mirrordp import _validate
+from mirrordp import _validate, sums
 from mirrordp.accounting import Adjacency
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import Noise, interruptible
@@ -35,6 +35,7 @@ from mirrordp.types import PyTree
 # exp of more is no count that anyone could observe, and its square is still finite.
 _LARGEST_LOG_COUNT = 100.0
 _LARGEST_NORM, _SMALLEST_NORM = 1e140, 1e-140
+_BLOCK = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +160,14 @@ class ClippedSum:
 
     The same guarantees as `mirrordp.ClippedGrad`: a row adds a matrix of norm at most C that
     depends on this row only; one that does not count, or whose gradient norm is not finite (or so
-    large or small that float64 cannot tell it), adds exactly zero.
+    large or small that float64 cannot tell it), adds exactly zero. Rows are summed in blocks of b,
+    in float64, and the blocks exactly (`mirrordp.sums`), so that a row changes the rounding of its
+    block alone: by at most 2b²·2⁻⁵³ C, which is part of `sums.RESERVE`.
 
     Args:
         family: the loss.
-        l2_clip_norm: C; an array of k values goes with parameters of shape (d, m, k).
+        l2_clip_norm: C; an array of k values goes with parameters of shape (d, m, k), for a trial
+            on public rows, which are summed as they are.
     """
 
     family: Family
@@ -181,9 +185,18 @@ class ClippedSum:
             keep = np.isfinite(norms) & (norms <= _LARGEST_NORM) & (row_norms >= _SMALLEST_NORM)
             if rows.counts is not None:
                 keep &= rows.counts.reshape((-1,) + (1,) * (theta.ndim - 2))
-            factors = self.l2_clip_norm / np.maximum(norms, self.l2_clip_norm)
+            limit = self.l2_clip_norm * (1 - sums.RESERVE)
+            factors = limit / np.maximum(norms, limit)
             clipped = np.where(keep[:, None], residuals * factors[:, None], 0.0)
-        return (rows.features.T @ clipped.reshape(len(rows), -1)).reshape(theta.shape)
+        clipped = clipped.reshape(len(rows), -1)
+        if isinstance(self.l2_clip_norm, np.ndarray):
+            return (rows.features.T @ clipped).reshape(theta.shape)
+        grain = 2.0 ** sums.grain_exponent(self.l2_clip_norm)
+        total = np.zeros((len(theta), clipped.shape[1]), np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            total += np.trunc(rows.features[block].T @ clipped[block] / grain).astype(np.int64)
+        return (grain * total).reshape(theta.shape)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """The largest distance between the sums of neighbouring data sets."""
@@ -237,6 +250,7 @@ def private_descent(
             f"the descent needs a mechanism of full batches of {len(rows)} rows, got "
             f"{mechanism.sampling.name} sampling of {expected}. Use FullBatch.of({len(rows)})."
         )
+    sums.check_count(len(rows))
     clipped_sum = ClippedSum(family, mechanism.l2_clip_norm)
     add_noise = _NoiseStream(mechanism, theta.size, key)
 

@@ -14,15 +14,17 @@ import jax
 import numpy as np
 import optax
 
-from mirrordp import _validate, accounting, ghost
+from mirrordp import _validate, accounting, ghost, sums
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
 from mirrordp.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
-from mirrordp.sampling import CyclicPoissonSampling, FullBatch, Sampling
+from mirrordp.sampling import CyclicPoissonSampling, FullBatch, Sampling, in_random_places
 from mirrordp.secure import SecureRandom
 from mirrordp.types import LossFn, PyTree
 
 UNITS = ("example", "user")
+
+_LEAST_NOISE = 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,12 @@ class Mechanism:
                 "the loss, and with it the gradients."
             )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        if 0 < self.noise_multiplier < _LEAST_NOISE:
+            raise ValueError(
+                f"noise_multiplier must be 0 (no privacy) or at least {_LEAST_NOISE:.1g}, got "
+                f"{self.noise_multiplier:g}: sums are kept to {2.0**-sums.GRAIN_BITS:.1g} of the "
+                "clip norm, which must stay far below the noise."
+            )
         _validate.positive_integer(num_steps=self.num_steps)
         if self.unit not in UNITS:
             raise ValueError(f"unit must be one of {UNITS}, got {self.unit!r}.")
@@ -234,10 +242,24 @@ class Mechanism:
     def batches(
         self, num_examples: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """Draws the batches of all `num_steps` steps, as arrays of indices."""
+        """Draws the batches of all `num_steps` steps, as arrays of indices.
+
+        Under add-remove adjacency the indices lie in random places of whole passes, with `PADDING`
+        between them. A record that is taken away then leaves a gap, and all others stay in the rows
+        that they are computed in; moved up, they might be rounded otherwise.
+        """
         _validate.instance_of(SecureRandom if self.is_secure else np.random.Generator, rng=rng)
         self.check_num_examples(num_examples)
-        return self.sampling.batches(num_examples, self.num_steps, rng)
+        return self._placed(self.sampling.batches(num_examples, self.num_steps, rng), rng)
+
+    def _placed(
+        self, batches: Iterator[np.ndarray], rng: np.random.Generator | SecureRandom
+    ) -> Iterator[np.ndarray]:
+        for batch in batches:
+            sums.check_count(len(batch))
+            if self.adjacency is Adjacency.ADD_REMOVE:
+                batch = in_random_places(batch, self.sampling.capacity, rng)
+            yield batch
 
     def clipped_grad(
         self,
@@ -254,7 +276,7 @@ class Mechanism:
             microbatch_size=microbatch_size,
         )
 
-    def privatizer(self, key: jax.Array) -> optax.GradientTransformation:
+    def privatizer(self, key: jax.Array) -> optax.GradientTransformationExtraArgs:
         """Adds this mechanism's noise to a stream of clipped sums."""
         return self.noise.privatizer(self.noise_stddev, key)
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.experimental import io_callback
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
@@ -25,6 +26,7 @@ from mirrordp import _validate
 from mirrordp._float64 import float64_call
 from mirrordp.clipping import trainable_part
 from mirrordp.secure import SecureRandom, require_cryptography
+from mirrordp.sums import ExactSum, float32_or_wider
 from mirrordp.types import Params, PyTree
 
 
@@ -41,8 +43,14 @@ class Noise(Protocol):
         """The noise over the distance of neighbouring sums that the accountant is told of."""
         ...
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
-        """The transformation that adds the noise; its state holds the key, so keep it secret."""
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+        """The transformation that adds the noise; its state holds the key, so keep it secret.
+
+        Its `update` takes an `ExactSum`, or a tree of floating-point sums, and returns a tree of
+        floating-point numbers. With `weight=`, a public constant in [0, 1] (or a prefix tree of
+        such), the sum is multiplied by it first. Sum and noise are added in float64 and rounded
+        once, after that: a large sum does not swallow noise.
+        """
         ...
 
 
@@ -60,7 +68,7 @@ class GaussianNoise:
         del l2_clip_norm
         return noise_multiplier
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
         """Adds fresh Gaussian noise to each sum."""
         return _with_full_tails(
             lambda stddev, key: noise_addition.gaussian_privatizer(
@@ -113,7 +121,7 @@ class BandedNoise:
         del l2_clip_norm
         return noise_multiplier
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
         """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
         return _with_full_tails(
             lambda stddev, key: noise_addition.matrix_factorization_privatizer(
@@ -145,18 +153,15 @@ class SecureGaussianNoise:
     Args:
         num_params: p, the largest number of coordinates that the noise may be added to.
         bits: lattice points per standard deviation of the noise, as a power of two; 1 to 24.
-        arithmetic_slack: allowance for rounding errors in computing s, relative to C; charged too.
     """
 
     num_params: int
     bits: int = 20
-    arithmetic_slack: float = 1e-3
 
     def __post_init__(self):
         _validate.positive_integer(num_params=self.num_params, bits=self.bits)
         if self.bits > 24:
             raise ValueError(f"bits must be at most 24, got {self.bits}. The default is 20.")
-        _validate.non_negative(arithmetic_slack=self.arithmetic_slack)
         require_cryptography()
 
     @classmethod
@@ -187,24 +192,25 @@ class SecureGaussianNoise:
         return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - self.bits)
 
     def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
-        """σC / (C (1 + arithmetic_slack) + g·√p): the noise over the enlarged distance."""
+        """σC / (C + g·√p): the noise over the enlarged distance."""
         stddev = noise_multiplier * l2_clip_norm
         rounding = self.granularity(stddev) * math.sqrt(self.num_params)
-        return stddev / (l2_clip_norm * (1 + self.arithmetic_slack) + rounding)
+        return stddev / (l2_clip_norm + rounding)
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformation:
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
         """Adds lattice noise to each sum. `key` is not used; the state is a count of steps."""
         del key
         granularity = self.granularity(stddev)
 
         def init(params):
-            self._check_size(params)
+            self._check_size(_like(params))
             return jnp.zeros([], jnp.int32)
 
-        def update(updates, state, params=None):
+        def update(updates, state, params=None, *, weight=None):
             del params
-            self._check_size(updates)
-            leaves, tree = jax.tree.flatten(updates)
+            like = _like(updates)
+            self._check_size(like)
+            leaves, tree = jax.tree.flatten(like)
             sizes = [leaf.size for leaf in leaves]
             # The state is an argument so that steps mapped over each call for their own noise.
             noise = io_callback(
@@ -213,17 +219,11 @@ class SecureGaussianNoise:
                 state,
             )
             parts = jnp.split(noise, np.cumsum(sizes)[:-1])
-            noisy = [
-                float64_call(
-                    functools.partial(_add_on_lattice, granularity=granularity),
-                    leaf,
-                    part.reshape(leaf.shape),
-                )
-                for leaf, part in zip(leaves, parts, strict=True)
-            ]
-            return jax.tree.unflatten(tree, noisy), state + 1
+            shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
+            add = functools.partial(_add_on_lattice, granularity=granularity)
+            return _added(add, updates, jax.tree.unflatten(tree, shaped), weight), state + 1
 
-        return optax.GradientTransformation(init, update)
+        return optax.GradientTransformationExtraArgs(init, update)
 
     def _check_size(self, tree) -> None:
         found = sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -261,14 +261,58 @@ def to_lattice(values: jax.Array, granularity: float) -> jax.Array:
 
 def _add_on_lattice(values: jax.Array, noise: jax.Array, *, granularity: float) -> jax.Array:
     noisy = to_lattice(values, granularity) + noise.astype(jnp.int64)
-    return (noisy.astype(jnp.float64) * granularity).astype(
-        jnp.promote_types(values.dtype, jnp.float32)
-    )
+    return noisy.astype(jnp.float64) * granularity
+
+
+def _added(
+    add: Callable[[jax.Array, jax.Array], jax.Array],
+    total: ExactSum | PyTree,
+    noise: PyTree,
+    weight: PyTree | None,
+) -> PyTree:
+    """add(weight · sum, noise) in float64, leaf by leaf, and rounded once, at the end.
+
+    What is rounded is noisy already. Noise added in float32, in several parts, would be lost where
+    each part is below half a unit in the last place of the sum.
+    """
+
+    def weighted(total: jax.Array, noise: jax.Array, *weight: jax.Array) -> jax.Array:
+        for factor in weight:
+            total = lax.convert_element_type(factor, jnp.float64) * total
+        return add(total, noise)
+
+    weights = [] if weight is None else [jax.tree.broadcast(weight, noise)]
+    if isinstance(total, ExactSum):
+        return total.map_wide(weighted, noise, *weights)
+
+    def of_floats(total: jax.Array, *others: jax.Array) -> jax.Array:
+        wide = weighted(lax.convert_element_type(total, jnp.float64), *others)
+        return lax.convert_element_type(wide, total.dtype)
+
+    return jax.tree.map(functools.partial(float64_call, of_floats), total, noise, *weights)
+
+
+def _like(total: ExactSum | PyTree) -> PyTree:
+    """Zeros of the shapes and types of a tree of sums, which must not be narrow."""
+    if isinstance(total, ExactSum):
+        return total.zeros()
+    for leaf in jax.tree.leaves(total):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"noise is real and would leave imaginary parts bare: expected real sums, got "
+                f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
+            )
+        if float32_or_wider(leaf) != leaf.dtype:
+            raise TypeError(
+                f"a sum of few digits swallows its noise, or part of it: expected float32 or "
+                f"wider, got {leaf.dtype}. Clipped sums of mirrordp are; leave them so."
+            )
+    return jax.tree.map(jnp.zeros_like, total)
 
 
 def _with_full_tails(
     make: Callable[[float, jax.Array], optax.GradientTransformation], stddev: float, key: jax.Array
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Four independent streams of half the scale: a Gaussian whose tails are not cut.
 
     JAX draws float32 normals from 23 random bits, and so never beyond about 5.4 standard
@@ -284,26 +328,17 @@ def _with_full_tails(
         return make(stddev / 2, key)
 
     def init(params):
-        return jax.vmap(lambda key: stream(key).init(_join(params)))(jax.random.split(key, 4))
+        like = _join(_like(params))
+        return jax.vmap(lambda key: stream(key).init(like))(jax.random.split(key, 4))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, weight=None):
         del params
-        for leaf in jax.tree.leaves(updates):
-            if jnp.iscomplexobj(leaf):
-                raise TypeError(
-                    f"noise is real and would leave imaginary parts bare: expected real sums, got "
-                    f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
-                )
-            if jnp.promote_types(leaf.dtype, jnp.float32) != leaf.dtype:
-                raise TypeError(
-                    f"a sum of few digits swallows its noise, or part of it: expected float32 or "
-                    f"wider, got {leaf.dtype}. Clipped sums of mirrordp are; leave them so."
-                )
+        like = _like(updates)
         # Keys are in the state; the one given here is not used.
-        noisy, state = jax.lax.scan(stream(key).update, _join(updates), state)
-        return _separate(noisy, updates), state
+        noise, state = lax.scan(stream(key).update, _join(like), state)
+        return _added(jnp.add, updates, _separate(noise, like), weight), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # Leaves of more numbers keep a draw of their own, which spares copying them.

@@ -74,7 +74,7 @@ class RunReport:
         noise: independent or correlated noise.
         noise_multiplier: σ, relative to the clip norm.
         charged_multiplier: what the accountant was told instead of σ, where that is less: secure
-            noise charges for its lattice and for arithmetic. None where it is σ.
+            noise charges for its lattice. None where it is σ.
         l2_clip_norm: C.
         divisor: the public constant by which the noisy sum was divided.
         charged_steps: steps that read private data.
@@ -514,8 +514,7 @@ class RunReport:
             "from it outside this run.",
             "Error messages and warnings about private records. They go to the operator's "
             "terminal, marked as not covered, and do not belong in what is published.",
-            "Errors of floating-point arithmetic beyond the allowance that was charged, and an "
-            "adversary who breaks AES-256."
+            "An adversary who breaks AES-256, or who measures how long a step takes."
             if self.is_secure
             else "The noise is drawn in floating point by a pseudo-random generator; the guarantee "
             "is for the exact Gaussian that it stands for.",
@@ -548,7 +547,7 @@ class RunReport:
             return []
         # Rounded down: less noise, a larger epsilon.
         shown = math.floor(1e6 * self.charged_multiplier) / 1e6
-        return [("the same as charged, for lattice and arithmetic", f"{shown:.10g}")]
+        return [("the same as charged, for the lattice", f"{shown:.10g}")]
 
     def _ledger_numbers(self) -> list[tuple[str, str]]:
         if self.ledger is None:

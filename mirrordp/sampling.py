@@ -75,6 +75,24 @@ def default_capacity(expected_batch_size: float) -> int:
     return 8 * math.ceil(wanted / 8)
 
 
+def in_random_places(
+    indices: np.ndarray, capacity: int, rng: np.random.Generator | SecureRandom
+) -> np.ndarray:
+    """The indices in random places of as many whole passes as they need, PADDING elsewhere.
+
+    Taking an index away from a uniformly random placement leaves one of the others, as long as
+    they need the same number of passes.
+    """
+    places = max(1, math.ceil(len(indices) / capacity)) * capacity
+    found = np.full(places, PADDING, np.int32)
+    if isinstance(rng, SecureRandom):
+        chosen = rng.subset(len(indices), places)
+    else:
+        chosen = rng.permutation(places)[: len(indices)]
+    found[chosen] = indices
+    return found
+
+
 def passes(indices: np.ndarray, capacity: int) -> np.ndarray:
     """Cuts one draw into rows of `capacity` indices, the last one padded with -1.
 

@@ -61,6 +61,7 @@ from mirrordp.noise import interruptible
 from mirrordp.public import public_grad
 from mirrordp.sampling import PADDING, passes
 from mirrordp.secure import SecureRandom
+from mirrordp.sums import ExactSum
 from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
 from mirrordp.updates import mix_gradients
 
@@ -199,9 +200,10 @@ class TrainStep:
             average=None if self.average is None else params,
         )
 
-    def nothing_yet(self, params: Params) -> tuple[PyTree, Unprivatized]:
+    def nothing_yet(self, params: Params) -> tuple[ExactSum, Unprivatized]:
         """What `private_sum` gives for an empty batch."""
-        return zero_sum(params, self._mask), Unprivatized.zero()
+        zeros = zero_sum(params, self._mask)
+        return ExactSum.zero(zeros, self.mechanism.l2_clip_norm), Unprivatized.zero()
 
     def __call__(
         self,
@@ -225,9 +227,9 @@ class TrainStep:
 
     def private_sum(
         self, params: Params, batch: Batch, is_padding: jax.Array, keys: jax.Array | None
-    ) -> tuple[PyTree, Unprivatized]:
+    ) -> tuple[ExactSum, Unprivatized]:
         """The clipped sum of one pass, not yet private, with *sums* of the unprivatized values."""
-        clipped_sum, stats = self.clipped_grad.with_stats(params, batch, is_padding, keys=keys)
+        clipped_sum, stats = self.clipped_grad.exact_sum(params, batch, is_padding, keys=keys)
         if not self.show_unprivatized:
             return clipped_sum, Unprivatized.zero()
         is_clipped = stats.unprivatized_norms > self.mechanism.l2_clip_norm
@@ -236,7 +238,7 @@ class TrainStep:
     def finish(
         self,
         state: TrainState,
-        clipped_sum: PyTree,
+        clipped_sum: ExactSum,
         unprivatized: Unprivatized,
         public: Batch | None,
         alpha: jax.typing.ArrayLike,
@@ -246,14 +248,11 @@ class TrainStep:
         alpha = jnp.asarray(alpha, jnp.float32)
 
         def release(noise_state):
-            weighted = clipped_sum
-            if not self.scale_noise:
-                # A public constant of at most 1: the weighted sum has sensitivity at most C.
-                weight = jnp.clip(alpha, 0, 1)
-                weighted = jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, clipped_sum)
+            # A public constant of at most 1: the weighted sum has sensitivity at most C.
+            weight = None if self.scale_noise else jnp.clip(alpha, 0, 1)
             # The privatizer's key lives in its state; the one given here is never used.
             noisy_sum, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
-                weighted, noise_state
+                clipped_sum, noise_state, weight=weight
             )
             return self.mechanism.mean(noisy_sum), noise_state
 
@@ -261,7 +260,7 @@ class TrainStep:
         private_grad, noise_state = _select(
             alpha > 0,
             release(state.noise_state),
-            (jax.tree.map(jnp.zeros_like, clipped_sum), state.noise_state),
+            (clipped_sum.zeros(), state.noise_state),
         )
         noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
@@ -324,6 +323,13 @@ def updated(
     return merge(part, state.params), opt_state, average
 
 
+def add_sums(
+    one: tuple[ExactSum, Unprivatized], other: tuple[ExactSum, Unprivatized]
+) -> tuple[ExactSum, Unprivatized]:
+    """The sums of two passes together."""
+    return one[0] + other[0], jax.tree.map(jnp.add, one[1], other[1])
+
+
 def _select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
     """One of two trees, leaf by leaf; leaves that are the same array are left as they are."""
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
@@ -379,7 +385,7 @@ def scan_passes(
     train_step: TrainStep,
     may_skip: bool,
     state: TrainState,
-    partial_sum: tuple[PyTree, Unprivatized],
+    partial_sum: tuple[ExactSum, Unprivatized],
     inputs: Passes,
     private: Batch | None,
     excluded: jax.Array,
@@ -407,7 +413,7 @@ def scan_passes(
             step_key = jax.random.fold_in(keys.loss, state.step)
             example_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(rows)
         new = train_step.private_sum(state.params, batch, is_padding, example_keys)
-        return jax.tree.map(jnp.add, partial_sum, new)
+        return add_sums(partial_sum, new)
 
     def body(carry, x):
         state, partial_sum = carry

@@ -9,3 +9,18 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # Assertions inside the shared contracts and statistics explain themselves like those of tests.
 pytest.register_assert_rewrite("tests.contracts", "tests.statistical", "tests.tools")
+
+
+@pytest.fixture
+def nothing_reserved(monkeypatch):
+    """For close comparisons: clips at C itself, and keeps more digits of few rows.
+
+    Ghost clipping leaves up to 2⁻⁷ of C to the rounding of its blocks; test_sums.py is about that.
+    """
+    # Imported here: the flags above come before JAX.
+    from mirrordp import sums
+    from mirrordp.ghost import _factors
+
+    monkeypatch.setattr(_factors, "disturbance", lambda roundoffs: 0.0)
+    monkeypatch.setattr(sums, "RESERVE", 0.0)
+    monkeypatch.setattr(sums, "GRAIN_BITS", 50)

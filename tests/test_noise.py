@@ -110,7 +110,7 @@ class TestGaussian:
             optimizer=tools.sgd(0.0),
         )
         zero_sum = state.nothing_yet(jnp.zeros(1000, jnp.bfloat16))[0]
-        assert zero_sum.dtype == jnp.float32
+        assert zero_sum.floats().dtype == jnp.float32
         privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
         noisy, _ = privatizer.update(zero_sum, privatizer.init(zero_sum))
         assert noisy.dtype == jnp.float32

@@ -17,6 +17,7 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Mechanism, PrivateData, train
+from mirrordp.sums import ExactSum
 from tests import tools
 
 ROWS, STEPS, CLIP, BATCH = 24, 40, 0.5, 6.0
@@ -177,11 +178,12 @@ class _Broken(Mechanism, abc.ABC):
     def clipped_grad(self, loss_fn, **options):
         right = super().clipped_grad(loss_fn, **options)
 
-        def with_stats(params, batch, is_padding, *, keys=None):
-            total, stats = right.with_stats(params, batch, is_padding, keys=keys)
-            return self.change(params, batch, is_padding, total, loss_fn), stats
+        def exact_sum(params, batch, is_padding, *, keys=None):
+            total, stats = right.exact_sum(params, batch, is_padding, keys=keys)
+            changed = self.change(params, batch, is_padding, total.floats(), loss_fn)
+            return ExactSum.of(changed, self.l2_clip_norm), stats
 
-        return dataclasses.replace(right, with_stats=with_stats)
+        return dataclasses.replace(right, exact_sum=exact_sum)
 
 
 class DividesByRealisedBatch(_Broken):

@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 import mirrordp
 from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing
 from mirrordp.auditing import Algorithm, Attack
+from mirrordp.sums import ExactSum
 from tests import tools
 from tests.test_sampling import PoissonStatistics
 
@@ -43,11 +44,12 @@ class DividesByRealisedBatch(Mechanism):
     def clipped_grad(self, loss_fn, **options):
         right = super().clipped_grad(loss_fn, **options)
 
-        def with_stats(params, batch, is_padding, *, keys=None):
-            total, stats = right.with_stats(params, batch, is_padding, keys=keys)
-            return total * BATCH / jnp.maximum(jnp.sum(~is_padding), 1), stats
+        def exact_sum(params, batch, is_padding, *, keys=None):
+            total, stats = right.exact_sum(params, batch, is_padding, keys=keys)
+            share = BATCH / jnp.maximum(jnp.sum(~is_padding), 1)
+            return ExactSum.of(total.floats() * share, CLIP), stats
 
-        return dataclasses.replace(right, with_stats=with_stats)
+        return dataclasses.replace(right, exact_sum=exact_sum)
 
 
 class ForgetsToClip(Mechanism):
@@ -66,7 +68,7 @@ class CountsTheFirstTwice(TrainStep):
         total, unprivatized = super().private_sum(params, batch, is_padding, keys)
         alone = is_padding | (jnp.arange(len(is_padding)) > 0)
         again, _ = super().private_sum(params, batch, alone, keys)
-        return jax.tree.map(jnp.add, total, again), unprivatized
+        return total + again, unprivatized
 
 
 class Swapped(TrainStep):

@@ -284,11 +284,11 @@ class TestSensitivity:
         assert values.tolist() == [2**62, -(2**62), 2**62, 3]
 
     def test_epsilon_is_that_of_the_enlarged_distance(self):
-        made_for = SecureGaussianNoise(num_params=10_000, bits=10, arithmetic_slack=0.01)
+        made_for = SecureGaussianNoise(num_params=10_000, bits=10)
         found = tools.mechanism(noise=made_for, l2_clip_norm=0.5)
         granularity = 2.0 ** (1 - 10)  # noise of 2.0
         assert made_for.granularity(found.noise_stddev) == granularity
-        distance = 0.5 * 1.01 + granularity * 100
+        distance = 0.5 + granularity * 100
         explicit = tools.mechanism(noise_multiplier=4.0 * 0.5 / distance)
         assert found.epsilon(1e-5) == explicit.epsilon(1e-5)
         assert found.epsilon(1e-5) > 1.1 * tools.mechanism().epsilon(1e-5)
@@ -404,14 +404,14 @@ class TestTraining:
         assert again == found
         page = report_page(again, run="run")
         assert "AES-256" in page
-        assert "as charged, for lattice and arithmetic" in page
+        assert "as charged, for the lattice" in page
         plain = mirrordp.RunReport.of(tools.mechanism(), 1e-5)
         assert not plain.is_secure
         assert plain.charged_multiplier is None
         assert "charged_multiplier" not in plain.to_dict()
 
     def test_epsilon_over_steps_includes_the_lattice(self):
-        noise = SecureGaussianNoise(num_params=10_000, bits=10, arithmetic_slack=0.01)
+        noise = SecureGaussianNoise(num_params=10_000, bits=10)
         mechanism = tools.mechanism(noise=noise, sampling=mirrordp.FullBatch.of(40))
         found = mirrordp.RunReport.of(mechanism, 1e-5)
         assert found.charged_multiplier < 0.8 * found.noise_multiplier
@@ -604,7 +604,6 @@ class TestRefused:
         [
             ({"num_params": 0}, "num_params must be a positive integer"),
             ({"num_params": 3, "bits": 25}, "bits must be at most 24"),
-            ({"num_params": 3, "arithmetic_slack": -1.0}, "arithmetic_slack must be"),
         ],
     )
     def test_bad_options(self, options, message):

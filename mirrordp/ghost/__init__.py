@@ -7,7 +7,8 @@ without the model's cooperation. See `_tracing` for how parameters are separated
 1. One forward pass and one backward pass to the outputs of the layers (not to the weights).
 2. Each example's squared gradient norm, weight by weight, from layer inputs and cotangents.
 3. Clip factors c_i = min(1, C / (norm_i + bound on the rounding of step 4)).
-4. Σ_i c_i G_i, as ordinary training computes a weight's gradient, from the scaled cotangents.
+4. Σ_i c_i G_i, as ordinary training computes a weight's gradient, from the scaled cotangents: a few
+   examples at a time, and these blocks are added up exactly.
 
 A parameter whose use is not recognised gets explicit per-example gradients, that parameter only. A
 loss whose structure is not recognised (a `while` loop over parameters and data, parameters that
@@ -25,11 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mirrordp import _validate, clipping
+from mirrordp import _validate, clipping, sums
 from mirrordp.clipping import (
     ClippedGrad,
     ClipStats,
-    float32_or_wider,
+    Summed,
+    checked_keys,
+    in_microbatches,
     merge,
     takes_key,
     trainable_part,
@@ -66,21 +69,18 @@ def clipped_grad(
         loss_fn, l2_clip_norm=l2_clip_norm, trainable=trainable, microbatch_size=microbatch_size
     )
 
-    def with_stats(
+    def exact_sum(
         params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
-    ) -> tuple[PyTree, ClipStats]:
-        if keys is None and needs_key:
-            raise TypeError(
-                "the loss function takes a random key, so the clipped gradient needs keys=, "
-                "one per example. Pass jax.random.split(key, batch_size)."
-            )
+    ) -> Summed:
+        if needs_key:
+            keys = checked_keys(loss_fn, keys, is_padding.shape[0])
         at_a_time = min(is_padding.shape[0], microbatch_size or is_padding.shape[0])
         try:
             split = _Split.of(keyed_loss, params, (batch, keys), trainable)
         except UnrecognisedError as error:
             everything = jax.tree.leaves(trainable_part(params, trainable))
             _warn_if_large("all parameters", everything, at_a_time, str(error))
-            return oracle.with_stats(params, batch, is_padding, keys=keys)
+            return oracle.exact_sum(params, batch, is_padding, keys=keys)
         for leaf in split.plan.fallback:
             _warn_if_large(
                 _names(params, trainable)[leaf],
@@ -89,10 +89,9 @@ def clipped_grad(
                 _reason(split, leaf),
             )
         run = lambda rows, padding: _clipped_sum(split, rows, padding, l2_clip_norm)  # noqa: E731
-        total, losses, norms = _in_microbatches(run, split.rows, is_padding, microbatch_size)
-        return split.tree(total), ClipStats(losses, norms.astype(jnp.float32))
+        return in_microbatches(run, split.rows, is_padding, microbatch_size)
 
-    return ClippedGrad(with_stats, float(l2_clip_norm), needs_key)
+    return ClippedGrad(exact_sum, float(l2_clip_norm), needs_key)
 
 
 def _names(params: Params, trainable: PyTree | None) -> list[str]:
@@ -255,10 +254,6 @@ class _Split:
         program = _tracing.trace(flat_loss, leaves, constants, shapes)
         return _Split(program, _plan(program), leaves, constants, rows, treedef)
 
-    def tree(self, leaves: Sequence[jax.Array]) -> PyTree:
-        """The parameter tree, with None for frozen leaves, from its trainable leaves."""
-        return jax.tree.unflatten(self.treedef, leaves)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -335,14 +330,20 @@ def _common_layout(sites: Sequence[Site]) -> list[bool] | None:
 
 def _clipped_sum(
     split: _Split, rows: list[jax.Array], is_padding: jax.Array, l2_clip_norm: float
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+) -> Summed:
     """Clipped sum of each leaf, losses and (upper bounds on) norms of one microbatch."""
     program, plan = split.program, split.plan
     sites = program.sites
     batch_size = is_padding.shape[0]
+    exponent = sums.grain_exponent(l2_clip_norm)
+    found = [sums.nothing(leaf.shape) for leaf in split.leaves]
+
+    def summed(losses: jax.Array, norms: jax.Array) -> Summed:
+        total = sums.ExactSum.from_halves(split.treedef, found, exponent, split.leaves)
+        return Summed(total, ClipStats(losses, norms.astype(jnp.float32)))
+
     if batch_size == 0:
-        none = jnp.zeros(0)
-        return [jnp.zeros(leaf.shape, float32_or_wider(leaf)) for leaf in split.leaves], none, none
+        return summed(jnp.zeros(0), jnp.zeros(0))
     losses, captured, cotangents = _backward(split, rows, batch_size)
     parts: dict[int, Factors] = {
         number: _factors.factors(sites[number], captured[number], cotangents[number][0])
@@ -355,33 +356,50 @@ def _clipped_sum(
         number: _factors.explicit(sites[number], parts[number]) for number in plan.explicit.values()
     }
     fallback = _fallback_gradients(split, captured, cotangents) if plan.fallback else []
+    # The norm is that of the very numbers that are summed: nothing is computed twice.
+    explicit, fallback = lax.optimization_barrier((explicit, fallback))
 
-    norms_squared = [_factors.squared_norm(g) for g in (*explicit.values(), *fallback)]
-    underflows = []
-    for uses in plan.gram.values():
+    norms_squared = [clipping.squared_norm(g) for g in (*explicit.values(), *fallback)]
+    taken = []
+    roundoffs = {
+        leaf: _sum_roundoff([sites[number] for number, _ in uses], batch_size)
+        for leaf, uses in plan.gram.items()
+    }
+    for leaf, uses in plan.gram.items():
         oriented = [parts[n].swapped() if swap else parts[n] for n, swap in uses]
-        squared, underflow = _factors.gram(
-            oriented, roundoff=_sum_roundoff([sites[number] for number, _ in uses])
-        )
+        squared, underflow = _factors.gram(oriented, roundoff=roundoffs[leaf], exponent=exponent)
         norms_squared.append(squared)
-        underflows.append(underflow)
+        taken.append(underflow)
     dtype = jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in split.leaves))
-    factors, norms = _factors.clip_factors(
-        norms_squared, underflows, is_padding, l2_clip_norm, dtype
+    factors, norms = clipping.clip_factors(
+        norms_squared,
+        is_padding,
+        l2_clip_norm,
+        dtype,
+        reserve=sums.RESERVE + _factors.disturbance(roundoffs.values()),
+        taken=taken,
     )
 
     weight_sums = {
-        number: _factors.weighted_sum(sites[number], parts[number], factors)
-        for uses in plan.gram.values()
+        number: _factors.weighted_sum(
+            sites[number],
+            parts[number],
+            factors,
+            block=roundoffs[leaf].block,
+            exponent=exponent,
+        )
+        for leaf, uses in plan.gram.items()
         for number, _ in uses
     } | {
-        number: _factors.scaled(gradient, factors).sum(axis=0)
+        number: sums.halves(clipping.scaled(gradient, factors), exponent)
         for number, gradient in explicit.items()
     }
-    sums = _leaf_sums(split, weight_sums)
+    for number, halves in weight_sums.items():
+        leaf, total = _leaf_sum(split, number, halves)
+        found[leaf] = sums.added(found[leaf], total)
     for leaf, gradient in zip(plan.fallback, fallback, strict=True):
-        sums[leaf] = _factors.scaled(gradient, factors).sum(axis=0)
-    return sums, losses, norms
+        found[leaf] = sums.halves(clipping.scaled(gradient, factors), exponent)
+    return summed(losses, norms)
 
 
 def _backward(split: _Split, rows: list[jax.Array], batch_size: int):
@@ -450,35 +468,28 @@ def _one_weight_gradient(site: Site, weights, captured, cotangents) -> list[jax.
     return gradients
 
 
-def _leaf_sums(split: _Split, weight_sums: dict[int, jax.Array]) -> list[jax.Array]:
-    """Sums with respect to sites' weights, [G, K, N], brought back to the parameter leaves.
+def _leaf_sum(split: _Split, number: int, halves: sums.Halves) -> tuple[int, sums.Halves]:
+    """A sum with respect to a site's weight, [G, K, N], brought back to the parameter leaf.
 
-    They are rearranged only: where the model casts a weight to fewer bits, a transposed cast would
+    It is rearranged only: where the model casts a weight to fewer bits, a transposed cast would
     round the sum, and a contribution could exceed the clip norm.
     """
-    sums = [jnp.zeros(leaf.shape, float32_or_wider(leaf)) for leaf in split.leaves]
-    for number, total in weight_sums.items():
-        site = split.program.sites[number]
-        view = site.views[0]
-        assert view is not None
-        gradient = _factors.weight_gradient(site, total)
-        leaf = sums[view.leaf]
-        sums[view.leaf] = leaf + view.restored(gradient, leaf.shape).astype(leaf.dtype)
-    return sums
+    site = split.program.sites[number]
+    view = site.views[0]
+    assert view is not None
+    shape = split.leaves[view.leaf].shape
+    high, low = (view.restored(_factors.weight_gradient(site, half), shape) for half in halves)
+    return view.leaf, (high, low)
 
 
-def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:
-    """Rounding of Σ_t L_t ⊗ R_t as `_factors.weighted_sum` computes it, for the uses of a weight.
+def _sum_roundoff(sites: Sequence[Site], batch_size: int) -> _factors.Roundoff:
+    """Rounding of Σ_i c_i Σ_t L_t ⊗ R_t as it is computed, for the uses of a weight.
 
     With u the unit roundoff (twice that where matrix units truncate), n products of rounded factors
     that are added in any order err by less than (n + 2)·u of the sum of their sizes, to first
-    order; the one more below covers the rest. A matrix unit that shortens both inputs to b bits
-    adds (1 + 2⁻ᵇ)² − 1: 11 bits are left by TF32 on a GPU, 8 by bfloat16 on a TPU.
-
-    What other examples feel of one is how its terms change the rounding of theirs: at most n·u·κC.
-    κ makes that C/1000, except for long sequences, whose positions would be clipped for nothing: T
-    positions without a common direction have a spread of √T times their norm, and four times that
-    is always allowed.
+    order. A matrix unit that shortens both inputs to b bits adds (1 + 2⁻ᵇ)² − 1: 11 bits are left
+    by TF32 on a GPU, 8 by bfloat16 on a TPU. Lookups are summed as integers: only the product with
+    the clip factor is rounded, and blocks do not matter.
     """
     positions = sum(_factors.sizes(site).positions for site in sites)
     wide = all(
@@ -487,13 +498,12 @@ def _sum_roundoff(sites: Sequence[Site]) -> _factors.Roundoff:
     unit = 2.0**-53 if wide else 2.0**-24
     if jax.default_backend() != "cpu":
         unit *= 2
+    if all(site.name == "gather" for site in sites):
+        return _factors.Roundoff(own=3 * unit, spread=0.0, block=batch_size, disturbance=0.0)
     shortened = 0.0
     if not wide and any(map(_rounds_inputs, sites)):
         shortened = (1 + 2.0 ** -(8 if jax.default_backend() == "tpu" else 11)) ** 2 - 1
-    return _factors.Roundoff(
-        own=(positions + 3) * unit + shortened,
-        spread=min(1000 * positions * unit, 1 / (4 * math.sqrt(positions))),
-    )
+    return _factors.roundoff(positions, batch_size, unit, shortened)
 
 
 def _rounds_inputs(site: Site) -> bool:
@@ -501,23 +511,3 @@ def _rounds_inputs(site: Site) -> bool:
     if site.name == "gather" or jax.default_backend() == "cpu":
         return False
     return _factors.precision(site) is not lax.Precision.HIGHEST
-
-
-def _in_microbatches(run, rows: list[jax.Array], is_padding: jax.Array, size: int | None):
-    """Runs all rows at once, or `size` at a time with the sums accumulated."""
-    count = is_padding.shape[0]
-    if size is None or size >= count:
-        return run(rows, is_padding)
-    extra = -count % size
-    index = jnp.concatenate([jnp.arange(count), jnp.zeros(extra, int)])
-    blocks = [row[index].reshape(-1, size, *row.shape[1:]) for row in rows]
-    padding = jnp.concatenate([is_padding, jnp.ones(extra, bool)]).reshape(-1, size)
-
-    def step(total, block):
-        sums, losses, norms = run(*block)
-        return jax.tree.map(jnp.add, total, sums), (losses, norms)
-
-    shapes, *_ = jax.eval_shape(run, [block[0] for block in blocks], padding[0])
-    zero = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-    total, (losses, norms) = lax.scan(step, zero, (blocks, padding))
-    return total, losses.reshape(-1)[:count], norms.reshape(-1)[:count]

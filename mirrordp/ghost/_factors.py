@@ -12,15 +12,26 @@ output. Two ways lead to ‖G_i‖², and the cheaper one is taken:
 
 Gram sums cancel, so norms are accumulated in float64, and `spread` S = Σ_t ‖L_t‖·‖R_t‖ comes with
 each: whatever computes Σ_t L_t ⊗ R_t in lower precision errs by at most (T roundoffs)·S, which is
-added to the norm before clipping. The clipped sum adds the positions of all examples in one go, so
-that an example whose positions cancel also disturbs how others are rounded. It is therefore clipped
-by S/κ where that is larger than its norm, which leaves at most κ C of it to be rounded.
+added to the norm before clipping.
+
+The clipped sum Σ_i c_i G_i is a matrix product over positions *and* examples, whose rounding
+couples examples. So it is taken in blocks of a few examples, b, and the blocks are added as
+integers (`mirrordp.sums`): an example can disturb the others of its block only. There, with n = b·T
+products of unit roundoff u added in any order, the computed P and the exact X differ by at most
+n·u·Σ_i c_i S_i. An example is clipped by S_i/κ where that is larger than its norm, so that
+c_i S_i ≤ κ C, and for two blocks that differ in one example
+
+    ‖P − P'‖ ≤ (‖c_x G_x‖ + n·u·c_x S_x) + 2 (b − 1) n·u·κ C.
+
+The first part is what x's own norm is clipped by; the second, the *disturbance*, is kept below
+`DISTURBANCE`·C by the choice of b and subtracted from C beforehand. A lookup has no such part: its
+rows are scattered as integers.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +39,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mirrordp._float64 import float64_call
+from mirrordp import sums
+from mirrordp._float64 import float64_call, wide_dtype
+from mirrordp.clipping import scaled
 from mirrordp.ghost._tracing import Site
 
 Array = jax.Array
+
+DISTURBANCE = 2.0**-7
+"""How far an example may change the rounding of others, over C."""
+
+AT_A_TIME = 2**26
+"""Blocks of a sum are formed so many numbers at a time (256 MiB in float32)."""
 
 PIECE = 2**15
 """Patches of a convolution are formed so many numbers per example at a time."""
@@ -411,26 +430,76 @@ class Roundoff(NamedTuple):
     Attributes:
         own: of the example's own contribution; added to its norm.
         spread: 1/κ, the least norm that S_i may go with; for the sake of the other examples.
+        block: b, the examples of a block.
+        disturbance: 2 (b − 1) n·u·κ.
     """
 
     own: float
     spread: float
+    block: int
+    disturbance: float
 
 
-def gram(parts: Sequence[Factors], *, roundoff: Roundoff) -> tuple[Array, Array]:
+def roundoff(positions: int, batch_size: int, unit: float, shortened: float) -> Roundoff:
+    """The largest block whose disturbance is small enough, and what goes with it.
+
+    κ = 3√T, at least 16: positions without a common direction have a spread of √T times their norm.
+    An example whose spread is more than κ times its norm may be clipped although its norm is
+    below C. A single position has κ = 1.
+
+    Args:
+        positions: T, of all uses of a weight together.
+        batch_size: examples there are.
+        unit: u, a bound on the relative error of one addition.
+        shortened: relative error of products of shortened inputs.
+    """
+    spread = 1.0 if positions == 1 else 1 / max(16, 3 * math.sqrt(positions))
+
+    def relative(block: int) -> float:
+        """n·u to all orders, of sums of products of rounded factors."""
+        first_order = (block * positions + 3) * unit
+        return first_order / (1 - first_order) if first_order < 0.5 else math.inf
+
+    def disturbance(block: int) -> float:
+        return 2 * (block - 1) * relative(block) / spread if block > 1 else 0.0
+
+    block = 1
+    while block < batch_size and disturbance(block + 1) <= DISTURBANCE:
+        block += 1
+    return Roundoff(relative(block) + shortened, spread, block, disturbance(block))
+
+
+def disturbance(roundoffs: Iterable[Roundoff]) -> float:
+    """Of all weights together, over C.
+
+    Σ_w (c_i S_i / κ)² ≤ C² over the weights w of an example i, so weights with the same blocks
+    together have the largest of their disturbances; those of other blocks may have other examples
+    in them, and count beside it.
+    """
+    by_block: dict[int, float] = {}
+    for one in roundoffs:
+        by_block[one.block] = max(one.disturbance, by_block.get(one.block, 0.0))
+    return math.hypot(*by_block.values())
+
+
+def gram(parts: Sequence[Factors], *, roundoff: Roundoff, exponent: int) -> tuple[Array, Array]:
     """max(‖Σ_parts G_i‖ + own · S_i, S_i / κ)² by Gram matrices, in float64; a bound on underflow.
 
     Both have shape [B]. The second bounds what `weighted_sum` can add to a contribution because
-    numbers below the smallest normal one are rounded, or not kept at all.
+    numbers below the smallest normal one are rounded, or not kept at all, and because the rows of a
+    lookup are truncated to grains one by one.
 
     Args:
         parts: factors that lie in one layout.
         roundoff: of whatever will sum the G_i.
+        exponent: log₂ of the grain.
     """
-    return float64_call(functools.partial(_gram, roundoff=roundoff), tuple(parts))
+    return float64_call(
+        functools.partial(_gram, roundoff=roundoff, grain=2.0**exponent), tuple(parts)
+    )
 
 
-def _gram(parts: Sequence[Factors], roundoff: Roundoff) -> tuple[Array, Array]:
+def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[Array, Array]:
     spread = functools.reduce(jnp.add, [_spread(part) for part in parts])
     total = jnp.zeros_like(spread)
     for number, one in enumerate(parts):
@@ -441,6 +510,7 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff) -> tuple[Array, Array]:
     # Written so that a NaN stays one, which `maximum` would not promise.
     norm = jnp.sqrt(jnp.where(total < 0, 0.0, total))
     underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
+    underflow += grain * sum(map(_truncations, parts))
     norm, least = norm + roundoff.own * spread, roundoff.spread * spread
     return jnp.where(norm < least, least, norm) ** 2, underflow
 
@@ -464,31 +534,12 @@ def _underflow(part: Factors) -> Array:
     return float(smallest) * inputs.sum(axis=(1, 2))
 
 
-def clip_factors(
-    norms_squared: Sequence[Array],
-    underflows: Sequence[Array],
-    is_padding: Array,
-    l2_clip_norm: float,
-    dtype: Any,
-) -> tuple[Array, Array]:
-    """c_i = min(1, (C - u_i) / ‖g_i‖), zero for padding and where the norm is not finite; ‖g_i‖.
-
-    u_i is the underflow to expect when c_i g_i is computed. The factors are rounded down.
-    """
-
-    def compute(norms_squared, underflows, is_padding):
-        norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
-        room = functools.reduce(jnp.subtract, underflows, jnp.full_like(norms, l2_clip_norm))
-        usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
-        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
-        factors = lax.convert_element_type(exact, dtype)
-        # A subnormal factor has few bits: rounded up it would add more than 1e-6.
-        factors = jnp.where(_wide(factors) > exact, jnp.nextafter(factors, 0), factors)
-        return factors, lax.convert_element_type(norms, dtype)
-
-    if not norms_squared:
-        return jnp.zeros(is_padding.shape, dtype), jnp.zeros(is_padding.shape, dtype)
-    return float64_call(compute, list(norms_squared), list(underflows), is_padding)
+def _truncations(part: Factors) -> float:
+    """T·√N for a lookup, whose rows are truncated one by one; a bound in grains."""
+    sides = [side for side in part if side.ones is None]
+    if len(sides) == len(part):
+        return 0.0
+    return _positions(part) * math.sqrt(_entries(sides[0]))
 
 
 def _inner(one: Side, other: Side) -> Array:
@@ -598,31 +649,78 @@ def explicit(site: Site, part: Factors) -> Array:
     return jnp.concatenate(products, axis=-2)
 
 
-def weighted_sum(site: Site, part: Factors, weights: Array) -> Array:
-    """Σ_i c_i G_i, [G, K, N], without the G_i: matrix products, or one scatter of rows.
+def weighted_sum(
+    site: Site, part: Factors, weights: Array, *, block: int, exponent: int
+) -> tuple[Array, Array]:
+    """Σ_i c_i G_i, [G, K, N], without the G_i, as halves of integers (see `mirrordp.sums`).
 
     Rows of weight zero take no part whatever they hold: 0 · NaN is not 0.
+
+    Args:
+        site: the site.
+        part: its factors.
+        weights: c_i.
+        block: examples whose products are added in floating point.
+        exponent: log₂ of the grain.
     """
     assert part.right.vectors is not None
     right = scaled(part.right.vectors, weights)
-    if part.left.ones is None:
+    if part.left.ones is not None:
+        return _scattered(site, part.left.ones, right, exponent)
+    right = _in_blocks(right, block)
 
-        def product(left: Array) -> Array:
-            return _product("bgtk,bgtn->gkn", site, scaled(left, weights > 0), right)
+    def product(left: Array) -> Array:
+        return _block_sums(site, _in_blocks(scaled(left, weights > 0), block), right, exponent)
 
-        return jnp.concatenate(_map_pieces(product, part.left), axis=-2)
+    # Both halves side by side, so that pieces are what `_map_pieces` expects: one array each.
+    pieces = _map_pieces(product, part.left)
+    high, low = jnp.concatenate(pieces, axis=-2)
+    return high, lax.bitcast_convert_type(low, jnp.uint32)
+
+
+def _in_blocks(array: Array, block: int) -> Array:
+    """[B, ...] as [blocks, block, ...], with rows of zeros at the end."""
+    extra = -array.shape[0] % block
+    if extra:
+        array = jnp.pad(array, ((0, extra), *((0, 0),) * (array.ndim - 1)))
+    return array.reshape(-1, block, *array.shape[1:])
+
+
+def _block_sums(site: Site, left: Array, right: Array, exponent: int) -> Array:
+    """Both halves, [2, G, K, N] in int32, of the sum of all blocks, a few blocks at a time."""
+
+    def some(left: Array, right: Array) -> tuple[Array, Array]:
+        return sums.halves(_product("mbgtk,mbgtn->mgkn", site, left, right), exponent)
+
+    blocks, _, groups, _, entries = left.shape
+    numbers = groups * entries * right.shape[-1]
+    at_a_time = max(1, AT_A_TIME // numbers)
+    if blocks <= at_a_time:
+        high, low = some(left, right)
+    else:
+        left, right = (_in_blocks(array, at_a_time) for array in (left, right))
+        zero = (
+            jnp.zeros(shape.shape, shape.dtype) for shape in jax.eval_shape(some, left[0], right[0])
+        )
+        (high, low), _ = lax.scan(
+            lambda total, rows: (sums.added(total, some(*rows)), None), tuple(zero), (left, right)
+        )
+    return jnp.stack([high, lax.bitcast_convert_type(low, jnp.int32)])
+
+
+def _scattered(site: Site, ones: Array, right: Array, exponent: int) -> tuple[Array, Array]:
+    """One scatter of rows, as integers: in any order they add up to the same."""
     (weight,) = site.param_shapes
-    # A row outside the table is dropped; -1 would count from the end.
-    index = jnp.where(part.left.ones >= 0, part.left.ones, weight.shape[0]).reshape(-1)
-    table = jnp.zeros((weight.shape[0], right.shape[-1]), right.dtype)
-    return table.at[index].add(right.reshape(-1, right.shape[-1]), mode="drop")[None]
+    rows, width = weight.shape[0], right.shape[-1]
 
+    def scatter(ones, right):
+        # A row outside the table is dropped; -1 would count from the end.
+        index = jnp.where(ones >= 0, ones, rows).reshape(-1)
+        table = jnp.zeros((rows, width), jnp.int64)
+        grains = sums.grains(right.reshape(-1, width), exponent)
+        return sums.split(table.at[index].add(grains, mode="drop")[None])
 
-def scaled(array: Array, weights: Array) -> Array:
-    """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
-    array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
-    return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
+    return float64_call(scatter, ones, right)
 
 
 def _product(formula: str, site: Site, left: Array, right: Array) -> Array:
@@ -637,17 +735,6 @@ def precision(site: Site) -> lax.Precision:
     if chosen is None:
         return lax.Precision.DEFAULT
     return chosen if isinstance(chosen, lax.Precision) else lax.Precision.HIGHEST
-
-
-def squared_norm(array: Array) -> Array:
-    """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
-
-    def sum_of_squares(array):
-        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-        squares = functools.reduce(jnp.add, [_wide(part) ** 2 for part in parts])
-        return squares.sum(axis=tuple(range(1, array.ndim)))
-
-    return float64_call(sum_of_squares, array)
 
 
 def weight_gradient(site: Site, gradient: Array) -> Array:
@@ -670,8 +757,3 @@ def weight_gradient(site: Site, gradient: Array) -> Array:
 
 def _wide(array: Array) -> Array:
     return lax.convert_element_type(array, wide_dtype())
-
-
-def wide_dtype() -> Any:
-    """float64, or float32 where the backend has nothing wider."""
-    return jnp.float32 if jax.default_backend() == "tpu" else jnp.float64

@@ -60,7 +60,6 @@ from mirrordp.clipping import merge, trainable_part
 from mirrordp.data import PublicClients, PublicData
 from mirrordp.federated import (
     ClientArrays,
-    Contribution,
     FederatedState,
     FederatedStep,
     clip_delta,
@@ -69,7 +68,8 @@ from mirrordp.federated import (
 from mirrordp.ledger import Ledger
 from mirrordp.mechanism import Mechanism
 from mirrordp.report import RunReport, upwards
-from mirrordp.sampling import FixedSizeSampling, FullBatch
+from mirrordp.sampling import PADDING, FixedSizeSampling, FullBatch
+from mirrordp.sums import ExactSum
 from mirrordp.training import Unprivatized, check_charged_steps, randomness
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
 
@@ -465,7 +465,8 @@ class PrivateStrategy(Strategy):
         slack = 1.0 if self.step.adaptive_clip is None else 2.0
         clip_norm = slack * float(self.state.clip_norm)
         messages = []
-        for user in np.asarray(next(self._cohorts)).tolist():
+        cohort = np.asarray(next(self._cohorts))
+        for user in cohort[cohort != PADDING].tolist():
             # Only who got this message can show its ticket: the metadata of a reply is the
             # sender's own claim.
             ticket = secrets.token_hex(16)
@@ -496,7 +497,7 @@ class PrivateStrategy(Strategy):
         total = self.private_sum(replies)
         public_gradient, public_loss = None, jnp.nan
         if self._public is not None:
-            public_gradient, public_loss = self.step.zero_sum(self.state.params).delta, jnp.nan
+            public_gradient, public_loss = total.zeros().delta, jnp.nan
             if alpha < 1:
                 key = jax.random.fold_in(self._public_key, self.state.round)
                 public_gradient, public_loss = _public_grad(
@@ -522,7 +523,7 @@ class PrivateStrategy(Strategy):
             metrics["public-loss"] = float(info.public_loss)
         return self.arrays, MetricRecord(metrics)
 
-    def private_sum(self, replies: Iterable[Message]) -> Contribution:
+    def private_sum(self, replies: Iterable[Message]) -> ExactSum:
         """Σ clip(Δ_k, C) over the replies that are in order, not yet private.
 
         Formal guarantee: for every user of the cohort the sum holds at most one term, of norm at
@@ -546,7 +547,6 @@ class PrivateStrategy(Strategy):
                 seen.add(ticket)
                 answers[tickets[ticket]] = reply
         total = self.step.zero_sum(self.state.params)
-        # In the order of users, not of arrival: floating-point sums depend on it.
         for _, reply in sorted(answers.items()):
             try:
                 delta = self._read(reply)
@@ -572,7 +572,7 @@ class PrivateStrategy(Strategy):
         return total
 
     def _read(self, reply: Message) -> PyTree:
-        like = self.step.zero_sum(self.state.params).delta
+        like = self.step.zero_sum(self.state.params).zeros().delta
         try:
             delta = from_arrays(reply.content.array_records[ARRAYS], like)
         except ReplyError:
@@ -670,9 +670,9 @@ def _ticket(reply: Message) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames="step")
-def _add(step: FederatedStep, total: Contribution, delta: PyTree, clip_norm: jax.Array):
+def _add(step: FederatedStep, total: ExactSum, delta: PyTree, clip_norm: jax.Array):
     contribution, _ = step.contribution(delta, clip_norm)
-    return jax.tree.map(jnp.add, total, contribution)
+    return total + step.one_sum(contribution)
 
 
 @functools.partial(jax.jit, static_argnames=("step", "width"))
@@ -684,7 +684,7 @@ def _public_grad(step: FederatedStep, state: FederatedState, public: Any, key: A
 def _finish(
     step: FederatedStep,
     state: FederatedState,
-    total: Contribution,
+    total: ExactSum,
     public_gradient: PyTree | None,
     alpha: Any,
     public_loss: Any,

@@ -183,10 +183,10 @@ class ClipperContract:
         assert norm(one(make, scale)) == pytest.approx(CLIP, rel=ROUNDING)
 
     def test_tiny_gradients_are_left_alone(self, make):
-        params, batch = make_params(), make_batch(1, 1e-20)
+        params, batch = make_params(), make_batch(1, 1e-8)
         expected = per_example_loop(loss, params, batch, [False])
-        assert 0 < norm(expected) < 1e-18
-        assert norm(difference(one(make, 1e-20), expected)) <= 1e-5 * norm(expected)
+        assert 0 < norm(expected) < 1e-6
+        assert norm(difference(one(make, 1e-8), expected)) <= 1e-5 * norm(expected)
 
     @pytest.mark.parametrize("size", [1, 3, 7, 16])
     def test_microbatches_change_nothing(self, make, size):

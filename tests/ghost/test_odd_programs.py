@@ -10,6 +10,8 @@ from mirrordp import clipping, ghost
 from tests.ghost.test_parity import relative_error
 from tests.ghost.zoo import normal
 
+pytestmark = pytest.mark.usefixtures("nothing_reserved")
+
 PROGRAMS = {}
 EMPTY = np.zeros((0, 3))
 

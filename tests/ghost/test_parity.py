@@ -8,6 +8,8 @@ import pytest
 from mirrordp import clipping, ghost
 from tests.ghost.zoo import MODELS
 
+pytestmark = pytest.mark.usefixtures("nothing_reserved")
+
 
 def cast(tree, dtype):
     def one(leaf):

@@ -13,6 +13,8 @@ from jax import lax
 
 from mirrordp import ghost
 
+pytestmark = pytest.mark.usefixtures("nothing_reserved")
+
 T, D, ROWS = 3, 4, 4
 LAYERS = []
 
