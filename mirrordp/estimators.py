@@ -20,7 +20,7 @@ import math
 import numbers
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -352,8 +352,17 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             raise ValueError(
                 f"{type(self).__name__} requires y{suffix} to be passed, but the target y is None."
             )
+        _refuse_text_and_times(f"X{suffix}", X, remark)
         try:
-            X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+            # One layout in memory for all that may come: the last bit of a product follows from it.
+            X = validate_data(
+                self,
+                X,
+                reset=not public,
+                dtype=np.float64,
+                order="C",
+                ensure_all_finite=False,
+            )
         except ValueError as error:
             if public and "feature names should match" in str(error):
                 raise ValueError(
@@ -374,7 +383,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
                 f"public data.{remark}"
             ) from None
-        y = column_or_1d(y, warn=True)
+        y = column_or_1d(_each_by_itself(y), warn=True)
+        if y.dtype.kind in "mM":
+            raise ValueError(
+                f"y{suffix} must hold numbers or text, got dates or durations, {y.dtype}. Turn "
+                f"them into numbers or text one by one.{remark}"
+            )
         if len(y) != len(X):
             raise ValueError(
                 f"X{suffix} and y{suffix} must have equally many rows, got {len(X)} and {len(y)}."
@@ -552,6 +566,33 @@ def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
     return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
 
 
+def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
+    """Refuses arrays of which one row may have decided how the numbers of all are written.
+
+    Among datetimes the finest unit becomes everyone's; as text a float32 has other digits.
+    """
+    dtypes = getattr(array, "dtypes", None)  # of a data frame
+    found = [getattr(array, "dtype", None)] if dtypes is None else list(dtypes)
+    kinds = {getattr(dtype, "kind", "") for dtype in found}
+    if not kinds & set("mMUS"):
+        return
+    what, advice = "text", "Encode it first, by rules that come from public data"
+    if kinds & set("mM"):
+        what, advice = "dates or durations", "Count them in a unit of your choice"
+    raise ValueError(f"{name} must hold numbers, got {what}. {advice}.{remark}")
+
+
+def _each_by_itself(y: Any) -> Any:
+    """Targets of several types as objects, where NumPy would make text of all if one is text."""
+    if isinstance(y, list | tuple) and _is_mixed(y):
+        return np.fromiter(y, object, len(y))
+    return y
+
+
+def _is_mixed(values: Iterable[Any]) -> bool:
+    return len({type(value) for value in values}) > 1
+
+
 def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     bad = ~np.isfinite(array)
     if not bad.any():
@@ -581,8 +622,11 @@ def _copies(problem: _Problem, x: np.ndarray, x_public: np.ndarray) -> np.ndarra
 
 def _as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     try:
-        numbers = y.astype(np.float64)
+        # A text of all numbers has lost the digits that one number wanted.
+        numbers = None if y.dtype.kind in "US" else y.astype(np.float64)
     except (TypeError, ValueError):
+        numbers = None
+    if numbers is None:
         raise ValueError(
             f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
             f"classes.{remark}"
@@ -808,6 +852,9 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
     def _encode(self, y, y_public):
         known = self.classes if self.classes is not None else y_public
         labels = y if known is None else np.asarray(known)
+        if known is None and _is_mixed(y.tolist()):
+            # Here all labels together decide what the classes are, which the report says.
+            labels = np.asarray(y.tolist())
         # What defines the classes must be labels; elsewhere a number of any kind is no class.
         check_classification_targets(labels)
         self.classes_ = np.unique(labels)

@@ -1,6 +1,8 @@
 """The closed-form descent against its oracles, and the estimators against their contract."""
 
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -530,6 +532,104 @@ class TestCopies:
             model = PrivateLogisticRegression(**options).fit(x, y, x_public, y_public)
         assert np.linalg.norm(sums[0][0]) > 0
         assert list(model.classes_) == ["no", "yes"]
+
+
+class TestNobodyChangesTheNumbersOfAnother:
+    """What one row holds must not decide how the numbers of the others are read."""
+
+    ROW = 3
+    ODD = (7, True, "5", np.float32(0.1), Fraction(1, 3), Decimal("0.1"), 2**70, np.float16(2))
+
+    def rows(self, monkeypatch, estimator, x, y, public):
+        """What the descent is given: features, targets and which rows count."""
+        seen = []
+
+        def record(family, theta, rows, mechanism, **options):
+            seen.append(rows)
+            return theta
+
+        monkeypatch.setattr(linear, "private_descent", record)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            estimator.fit(x, y, *public)
+        others = np.arange(len(seen[0].targets)) != self.ROW
+        counts = np.ones(len(others), bool) if seen[0].counts is None else seen[0].counts
+        return [part[others].tobytes() for part in (seen[0].features, seen[0].targets, counts)]
+
+    @pytest.mark.parametrize("odd", ODD, ids=repr)
+    @pytest.mark.parametrize("form", [list, "objects", "frame"])
+    @pytest.mark.parametrize("fit_intercept", [True, False])
+    def test_one_feature_of_another_type(self, monkeypatch, odd, form, fit_intercept):
+        import pandas
+
+        x, y = draw("regression", 40)
+        public = draw("regression", 60, seed=1)
+        found = []
+        for cell in (0.5, odd):
+            rows = x.astype(np.float32).tolist()
+            rows[self.ROW][2] = cell
+            if form == "objects":
+                rows = np.array(rows, object)
+            elif form == "frame":
+                rows = pandas.DataFrame(rows)
+            estimator = PrivateLinearRegression(5.0, fit_intercept=fit_intercept, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, rows, y, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("odd", ODD, ids=repr)
+    @pytest.mark.parametrize("kind", [int, float, np.float32, np.float16, np.uint8, bool])
+    def test_one_target_of_another_type(self, monkeypatch, odd, kind):
+        """Among float32 numbers a text made text of all: 0.1 was read back as another number."""
+        x, y = draw("count", 40)
+        public = draw("count", 60, seed=1)
+        found = []
+        for target in (kind(1), odd):
+            targets = [kind(value / 3) for value in y.tolist()]
+            targets[self.ROW] = target
+            estimator = PrivatePoissonRegressor(5.0, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, x, targets, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("odd", ["secret", 0.5, None, b"1", 1j, np.datetime64("2020-01-01")])
+    @pytest.mark.parametrize("kind", [int, np.uint8, np.float32, str, np.bool_])
+    def test_one_label_of_another_type(self, monkeypatch, odd, kind):
+        x, y = draw("binary", 40)
+        public_x, public_y = draw("binary", 60, seed=1)
+        public = (public_x, np.array([kind(label) for label in public_y.tolist()]))
+        found = []
+        for label in (kind(1), odd):
+            labels = [kind(label) for label in y.tolist()]
+            labels[self.ROW] = label
+            estimator = PrivateLogisticRegression(5.0, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, x, labels, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("kind", ["M8[D]", "m8[s]", "M8[ns]", str, bytes])
+    def test_arrays_whose_unit_or_spelling_follows_from_all_rows_are_refused(self, kind):
+        """One time in seconds among days counts all of them in seconds, 86,400 times as much."""
+        import pandas
+
+        x, y = draw("regression", 50)
+        odd = np.round(x).astype(int).astype(kind)
+        text = np.round(y).astype(int).astype(kind)
+        rows = [odd] if kind in (str, bytes) else [odd, pandas.DataFrame(odd)]
+        for bad in rows:
+            with pytest.raises(ValueError, match="X must hold numbers, got (dates|text)") as error:
+                PrivateLinearRegression().fit(bad, y)
+            assert UNPROTECTED in str(error.value)
+            with pytest.raises(ValueError, match="X_public must hold numbers"):
+                PrivateLinearRegression().fit(x, y, bad, y)
+        with pytest.raises(ValueError, match="y must hold numbers"):
+            PrivateLinearRegression().fit(x, text)
+        if kind not in (str, bytes):
+            with pytest.raises(ValueError, match="y_public must hold numbers or text, got dates"):
+                PrivateLogisticRegression().fit(x, y, x, text)
+
+    def test_labels_that_are_times_are_refused(self):
+        x, y = draw("binary", 40)
+        public = draw("binary", 60, seed=1)
+        with pytest.raises(ValueError, match="y must hold numbers or text, got dates"):
+            PrivateLogisticRegression().fit(x, y.astype("M8[ns]"), *public)
 
 
 class TestPrivacy:
