@@ -614,7 +614,7 @@ class TestNobodyChangesTheNumbersOfAnother:
         text = np.round(y).astype(int).astype(kind)
         rows = [odd] if kind in (str, bytes) else [odd, pandas.DataFrame(odd)]
         for bad in rows:
-            with pytest.raises(ValueError, match="X must hold numbers, got (dates|text)") as error:
+            with pytest.raises(ValueError, match=r"X must hold numbers, got (dates|text)") as error:
                 PrivateLinearRegression().fit(bad, y)
             assert UNPROTECTED in str(error.value)
             with pytest.raises(ValueError, match="X_public must hold numbers"):
