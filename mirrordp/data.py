@@ -7,6 +7,7 @@ through `warnings` and exceptions, marked `UNPROTECTED`; it never reaches a repo
 model.
 """
 
+import collections
 import dataclasses
 import enum
 import hashlib
@@ -648,12 +649,49 @@ def excluded_rows(
 
     Returns:
         A boolean array of length `len(private)`.
+
+    Raises:
+        ValueError: see `refuse_private_rows`, or because of `overlap`.
     """
     require_same_structure(private, public)
+    refuse_private_rows(private, public)
     public_rows = set(_row_bytes(public))
     mask = np.fromiter((row in public_rows for row in _row_bytes(private)), bool, len(private))
     _announce(mask, "private rows equal a public row", overlap)
     return mask
+
+
+def refuse_private_rows(private: PrivateData, other: PublicData, what: str = "public rows") -> None:
+    """Refuses rows that are said to need no protection and are mostly private rows.
+
+    Private rows do not become public by being named so. Rows of few values equal each other by
+    chance, a public and a private one as often as two private ones: where more than half as many
+    private rows have an equal among themselves, only the very same rows, in any order, are refused.
+
+    Args:
+        private: the private rows.
+        other: rows of the same structure that are to be used without noise.
+        what: what they are called in the message.
+
+    Raises:
+        ValueError: if most of them equal a private row. The message is for the operator only.
+    """
+    others = list(_row_bytes(other))
+    known = set(others)
+    found = {row for row in _row_bytes(private) if row in known}
+    shared = sum(row in found for row in others)
+    if 2 * shared <= len(others):
+        return
+    # Digests, since there may be many private rows.
+    digest = lambda row: hashlib.blake2b(row, digest_size=16).digest()  # noqa: E731
+    counts = collections.Counter(map(digest, _row_bytes(private)))
+    repeated = sum(count for count in counts.values() if count > 1) / len(private)
+    if shared / len(others) > 2 * repeated or counts == collections.Counter(map(digest, others)):
+        raise ValueError(
+            f"{what} must be other rows than the private ones, got {shared} of {len(others)} "
+            f"{what} that equal a private row. Private rows do not become public by being named "
+            f"so; if anybody may know these, leave them out of the private rows. {UNPROTECTED}"
+        )
 
 
 def _announce(excluded: np.ndarray, what: str, overlap: Overlap) -> None:

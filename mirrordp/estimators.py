@@ -29,13 +29,20 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from mirrordp import _fingerprint, _validate, linear
+from mirrordp import _fingerprint, _validate, accounting, linear
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
-from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarning, excluded_rows
+from mirrordp.data import (
+    UNPROTECTED,
+    PrivateData,
+    PublicData,
+    UnprotectedWarning,
+    excluded_rows,
+    refuse_private_rows,
+)
 from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
@@ -153,8 +160,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     def __init__(
         self,
         epsilon: float = 1.0,
-        delta: float = 1e-5,
+        delta: float | None = None,
         *,
+        allow_large_delta: bool = False,
         fit_intercept: bool = True,
         method: str = "auto",
         num_steps: int | str = "auto",
@@ -167,6 +175,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     ):
         self.epsilon = epsilon
         self.delta = delta
+        self.allow_large_delta = allow_large_delta
         self.fit_intercept = fit_intercept
         self.method = method
         self.num_steps = num_steps
@@ -193,7 +202,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         As in `mirrordp.train`, a private row that equals a public one, target included, is not used
         twice: it stays in n and contributes zero, and a warning tells the operator. Where public
         rows equal each other, values repeat by chance (a few categories, say) and equality is no
-        sign of a copy: then nothing is left out. The guarantee is the same either way.
+        sign of a copy: then nothing is left out. The guarantee is the same either way. Public rows
+        that are mostly private rows are refused.
 
         Args:
             X: private features, shape (n, d). Each row is one unit of protection.
@@ -218,6 +228,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 "X_public and y_public go together, got one of them. Pass both or neither."
             )
         X, y = self._validated(X, y, public=False)
+        delta = self._delta(len(X))
         if X_public is not None:
             X_public, y_public = self._validated(X_public, y_public, public=True)
             used = slice(None) if counts is None else _mask(counts, len(X))
@@ -228,12 +239,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if X_public is not None:
             problem = problem.without(_copies(problem, X, X_public))
         if X_public is None:
-            scaling, theta, settings = self._plan_cold(problem, *X.shape)
+            scaling, theta, settings = self._plan_cold(problem, len(X), X.shape[1], delta)
         else:
-            scaling, theta, settings = self._plan(problem, X_public, len(X))
+            scaling, theta, settings = self._plan(problem, X_public, len(X), delta)
         seed = _seed(self.random_state)
         noise = SecureGaussianNoise.of(theta) if self.secure else GaussianNoise()
-        mechanism = self._mechanism(len(X), settings, noise)
+        mechanism = self._mechanism(len(X), delta, settings, noise)
         if checkpoint is not None:
             _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
             require_repeatable(mechanism)
@@ -254,7 +265,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
         num_public = 0 if X_public is None else len(X_public)
-        self.privacy_ = self._report(mechanism, settings, num_public, problem.shown, seed, budget)
+        self.privacy_ = self._report(
+            mechanism, delta, settings, num_public, problem.shown, seed, budget
+        )
         return self
 
     @contextlib.contextmanager
@@ -318,7 +331,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
-        _validate.open_unit_interval(delta=self.delta)
+        if self.delta is not None:
+            _validate.open_unit_interval(delta=self.delta)
+        _validate.instance_of(bool, allow_large_delta=self.allow_large_delta)
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, got {self.method!r}.")
         for name, check in (
@@ -420,10 +435,19 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 stacklevel=3,
             )
 
-    def _mechanism(self, num_private: int, settings: Settings, noise: Noise) -> Mechanism:
+    def _delta(self, num_private: int) -> float:
+        if self.delta is None:
+            return accounting.default_delta(num_private)
+        if not self.allow_large_delta:
+            accounting.require_small_delta(self.delta, num_private)
+        return self.delta
+
+    def _mechanism(
+        self, num_private: int, delta: float, settings: Settings, noise: Noise
+    ) -> Mechanism:
         return Mechanism.calibrate(
             epsilon=self.epsilon,
-            delta=self.delta,
+            delta=delta,
             sampling=FullBatch.of(num_private),
             num_steps=max(settings.num_steps, 1),
             l2_clip_norm=settings.l2_clip_norm,
@@ -431,12 +455,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             noise=noise,
         )
 
-    def _one_step_noise(self, num_private: int) -> float:
+    def _one_step_noise(self, num_private: int, delta: float) -> float:
         """The noise multiplier that spends the budget in one step, to choose settings by."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the run itself warns of a large delta
             return self._mechanism(
-                num_private, Settings(1.0, 1, 1.0), GaussianNoise()
+                num_private, delta, Settings(1.0, 1, 1.0), GaussianNoise()
             ).noise_multiplier
 
     def _given(self, name: str) -> Any:
@@ -444,7 +468,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return None if isinstance(value, str) else value
 
     def _plan(
-        self, problem: _Problem, x: np.ndarray, num_private: int
+        self, problem: _Problem, x: np.ndarray, num_private: int, delta: float
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """Scaling, start and settings, from public rows and the budget."""
         targets = problem.public_targets
@@ -474,7 +498,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             public,
             geometry,
             num_private=num_private,
-            one_step_noise=self._one_step_noise(num_private),
+            one_step_noise=self._one_step_noise(num_private, delta),
             rng=rng,
             l2_clip_norm=self._given("l2_clip_norm"),
             num_steps=self._given("num_steps"),
@@ -491,7 +515,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return dataclasses.replace(scaling, basis=basis), theta, settings
 
     def _plan_cold(
-        self, problem: _Problem, num_private: int, width: int
+        self, problem: _Problem, num_private: int, width: int, delta: float
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """DP-SGD from zero, in the features as they are or divided by the caller's bound."""
         bound = self.row_norm_bound
@@ -510,7 +534,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         )
         theta = np.zeros((width + scaling.intercept, problem.targets.shape[1]))
         clip = self._given("l2_clip_norm") or 1.0
-        noise = self._one_step_noise(num_private)
+        noise = self._one_step_noise(num_private, delta)
         # Rows of norm at most √2 (with a bound), or of entries of order one (without).
         smoothness = (2.0 if bound else width + 1.0) * problem.family.largest_curvature
         # After T steps the noise has moved Θ by about η σ₁ C T √p / n; that shall not exceed one.
@@ -524,6 +548,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     def _report(
         self,
         mechanism: Mechanism,
+        delta: float,
         settings: Settings,
         num_public: int,
         shown: tuple[str, ...],
@@ -536,7 +561,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         source = "public rows" if num_public else "constants"
         return RunReport.of(
             mechanism,
-            self.delta,
+            delta,
             charged_steps=settings.num_steps,
             budget=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
@@ -609,15 +634,18 @@ def _copies(problem: _Problem, x: np.ndarray, x_public: np.ndarray) -> np.ndarra
     """A mask of the private rows that equal a public one, where that is a sign of a copy.
 
     If public rows are all distinct, few private rows equal one of them by chance: about as many of
-    n as one public row is of all. Otherwise the most common rows would be the ones left out.
+    n as one public row is of all. Otherwise the most common rows would be the ones left out. Public
+    rows that are mostly private ones are refused.
     """
     targets = problem.public_targets
     assert targets is not None
-    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
-        return np.zeros(len(x), bool)
     # A target that overflowed in scaling is infinite, which PrivateData refuses.
     private = PrivateData({"x": x, "y": np.nan_to_num(problem.targets)})
-    return excluded_rows(private, PublicData({"x": x_public, "y": targets}))
+    public = PublicData({"x": x_public, "y": targets})
+    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
+        refuse_private_rows(private, public)
+        return np.zeros(len(x), bool)
+    return excluded_rows(private, public)
 
 
 def _as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
@@ -664,7 +692,10 @@ def _seed(random_state: Any) -> int | None:
 _SHARED_PARAMETERS = """
     Args:
         epsilon: ε, the budget; `privacy_.epsilon` is what was spent, never more.
-        delta: δ, well below 1/n.
+        delta: δ, well below 1/n. By default 1/(10 n) rounded down to a power of ten, and at most
+            1e-5; n counts as public.
+        allow_large_delta: whether to take a δ above 1/n, which is refused otherwise: publishing a
+            row at random would pass there.
 {own}        fit_intercept: whether to fit an intercept.
         method: "exact" clips, adds noise and steps in the geometry of the public Hessian; "dpsgd"
             does so in standardised features. "auto" is "exact" with public rows. Without them both
@@ -717,8 +748,9 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
     def __init__(
         self,
         epsilon=1.0,
-        delta=1e-5,
+        delta=None,
         *,
+        allow_large_delta=False,
         target_range=None,
         fit_intercept=True,
         method="auto",
@@ -731,9 +763,10 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         random_state=None,
     ):
         super().__init__(
-            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
-            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
+            method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
+            secure=secure, random_state=random_state,
         )  # fmt: skip
         self.target_range = target_range
 
@@ -829,8 +862,9 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
     def __init__(
         self,
         epsilon=1.0,
-        delta=1e-5,
+        delta=None,
         *,
+        allow_large_delta=False,
         classes=None,
         fit_intercept=True,
         method="auto",
@@ -843,9 +877,10 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         random_state=None,
     ):
         super().__init__(
-            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
-            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
+            method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
+            secure=secure, random_state=random_state,
         )  # fmt: skip
         self.classes = classes
 

@@ -121,8 +121,10 @@ class TestBadInput:
 
 class TestOverlap:
     def test_rows_that_are_also_public_are_masked_one_by_one(self):
-        private = rows()
-        public = {name: leaf[[4, 1, 1]] for name, leaf in private.items()}
+        private, others = rows(), rows(3, seed=1)
+        public = {
+            name: np.concatenate([leaf[[4, 1, 1]], others[name]]) for name, leaf in private.items()
+        }
         with pytest.warns(UnprotectedWarning, match="2 private rows equal a public row") as record:
             mask = excluded_rows(PrivateData(private), PublicData(public))
         assert UNPROTECTED in str(record[0].message)
@@ -138,7 +140,8 @@ class TestOverlap:
 
     def test_each_row_is_judged_by_itself(self):
         """Changing one private row changes the mask in that place only."""
-        private, public = rows(), rows()
+        private, others = rows(), rows(seed=1)
+        public = {name: np.concatenate([leaf, others[name]]) for name, leaf in rows().items()}
         with pytest.warns(UnprotectedWarning):
             before = excluded_rows(PrivateData(private), PublicData(public))
         private["x"][3] += 1
@@ -148,10 +151,26 @@ class TestOverlap:
 
     def test_refuse(self):
         with pytest.raises(
-            ValueError, match=r"6 private rows equal a public row.*'refuse'"
+            ValueError, match=r"2 private rows equal a public row.*'refuse'"
         ) as caught:
-            excluded_rows(PrivateData(rows()), PublicData(rows()), Overlap.REFUSE)
+            excluded_rows(PrivateData(rows()), PublicData(self.few_private()), Overlap.REFUSE)
         assert UNPROTECTED in str(caught.value)
+
+    def few_private(self):
+        """Two private rows among eight public ones."""
+        others = rows(seed=1)
+        return {name: np.concatenate([leaf[:2], others[name]]) for name, leaf in rows().items()}
+
+    @pytest.mark.parametrize("overlap", Overlap)
+    def test_public_rows_that_are_mostly_private_are_refused(self, overlap):
+        """A public gradient of private rows has no noise, whatever the private part does."""
+        private = rows(40)
+        public = {name: leaf[::2] for name, leaf in private.items()}
+        with pytest.raises(
+            ValueError, match="20 of 20 public rows that equal a private row"
+        ) as bad:
+            excluded_rows(PrivateData(private), PublicData(public), overlap)
+        assert UNPROTECTED in str(bad.value)
 
     def test_refuse_without_overlap(self):
         mask = excluded_rows(PrivateData(rows()), PublicData(rows(seed=1)), Overlap.REFUSE)

@@ -275,6 +275,11 @@ def draw(task, rows, seed=0):
     return x * SCALES + 5 * SCALES, y
 
 
+def draw_line(rows):
+    x = np.random.default_rng(1).normal(size=(rows, 1))
+    return x, x[:, 0] + np.random.default_rng(2).normal(size=rows)
+
+
 def test_loss(task, model, x, y):
     if task == "regression":
         return np.mean((model.predict(x) - y) ** 2)
@@ -357,6 +362,34 @@ class TestContract:
         report = model.fit(x, y, *draw("binary", 40, seed=1)).privacy_
         assert (report.charged_steps, report.l2_clip_norm) == (5, 0.5)
         assert report.results["learning_rate"] == 0.3
+
+    @pytest.mark.parametrize(
+        ("rows", "delta"), [(60, 1e-5), (10_000, 1e-5), (10_001, 1e-6), (300_000, 1e-7)]
+    )
+    def test_delta_follows_from_the_number_of_rows(self, rows, delta):
+        """At 1e-5 and 300,000 rows, publishing one row at random would pass."""
+        x = np.random.default_rng(0).normal(size=(rows, 1))
+        model = PrivateLinearRegression(num_steps=1, random_state=0)
+        model.fit(x, x[:, 0], *draw_line(60))
+        assert model.privacy_.delta == delta
+        assert model.delta is None
+        assert model.privacy_.epsilon <= 1
+
+    def test_a_delta_above_1_over_n_is_refused_before_anything_is_spent(self, tmp_path):
+        x, y = draw("regression", 60)
+        public = draw("regression", 60, seed=1)
+        with mirrordp.Budget.create(
+            tmp_path / "budget", epsilon=9.0, delta=0.02, data=mirrordp.PrivateData(x)
+        ) as budget:
+            with pytest.raises(ValueError, match=r"delta of at most 1/n = 0.017 .* got 0.02"):
+                PrivateLinearRegression(delta=0.02).fit(x, y, *public, budget=budget)
+            assert budget.status.charges == 0
+            model = PrivateLinearRegression(delta=0.02, allow_large_delta=True)
+            with pytest.warns(UserWarning, match="above 1/n"):
+                model.fit(x, y, *public, budget=budget)
+            assert budget.status.charges == 1
+        assert "above one over the number of records" in model.privacy_.privacy_card()
+        PrivateLinearRegression(delta=1 / 60, random_state=0).fit(x, y, *public)
 
     def test_replace_needs_twice_the_noise(self):
         x, y = draw("binary", 200)
@@ -511,6 +544,45 @@ class TestCopies:
         np.testing.assert_array_equal(sums[0][0], sums[1][0])
         assert model.privacy_.num_examples == len(x)
         assert UNPROTECTED not in model.privacy_.to_json()
+
+    @pytest.mark.parametrize("public", ["all", "shuffled", "half and others"])
+    def test_private_rows_are_refused_as_public_ones(self, task, public, tmp_path):
+        x, y = draw(task, 60)
+        budget = mirrordp.Budget.create(
+            tmp_path / "budget", epsilon=1.0, delta=1e-5, data=mirrordp.PrivateData(x)
+        )
+        others = draw(task, 20, seed=1)
+        order = {
+            "all": np.arange(60),
+            "shuffled": np.random.default_rng(0).permutation(60),
+            "half and others": np.arange(0, 60, 2),
+        }[public]
+        public_x, public_y = x[order], y[order]
+        if public == "half and others":
+            public_x, public_y = np.concatenate([public_x, others[0]]), [*public_y, *others[1]]
+        expected = f"{len(order)} of {len(public_x)} public rows that equal a private row"
+        with budget, pytest.raises(ValueError, match=expected) as error:
+            TASKS[task](random_state=0).fit(x, y, public_x, public_y, budget=budget)
+        assert UNPROTECTED in str(error.value)
+        assert budget.status.charges == 0
+
+    def test_the_same_table_is_refused_also_where_rows_repeat(self):
+        rng = np.random.default_rng(0)
+        x = np.eye(3)[rng.integers(3, size=200)]
+        y = x[:, 0].astype(int)
+        order = rng.permutation(200)
+        with pytest.raises(ValueError, match="200 of 200 public rows that equal a private row"):
+            PrivateLogisticRegression(random_state=0).fit(x, y, x[order], y[order])
+
+    def test_different_public_rows_of_few_values_are_no_private_rows(self, sums):
+        """Ten rows that differ, and every one of them is common among the private ones."""
+        rng = np.random.default_rng(0)
+        x_public = np.arange(10.0)[:, None]
+        x = rng.integers(10, size=(300, 1)).astype(float)
+        PrivateLinearRegression(num_steps=1, random_state=0).fit(
+            x, x[:, 0], x_public, x_public[:, 0]
+        )
+        assert len(sums) == 1
 
     def test_equal_features_with_another_target_are_no_copy(self, sums):
         x, y = draw("binary", 40)
