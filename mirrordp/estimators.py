@@ -32,6 +32,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from mirrordp import _fingerprint, _validate, accounting, linear
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
+from mirrordp._fits import Fits, Lineage, Together
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -47,12 +48,22 @@ from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import GaussianNoise, Noise, SecureGaussianNoise
-from mirrordp.report import RunReport
+from mirrordp.report import RunReport, upwards
 from mirrordp.sampling import FullBatch
 from mirrordp.secure import require_cryptography
 from mirrordp.training import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
+# What a caller may have chosen by looking at private rows.
+_SETTINGS = (
+    *("num_steps", "l2_clip_norm", "learning_rate", "row_norm_bound", "target_range"),
+    *("method", "fit_intercept"),
+)
+_TUNING_ON_BUDGET = (
+    "charged, as far as it was made by what runs on the same budget released; a choice by scores "
+    "on private records is not covered"
+)
+_FITS = Fits()
 # The search for settings on public rows is no secret, and the same rows give the same settings.
 _PUBLIC_SEED = 0
 # DP-SGD without public rows: at most so many steps.
@@ -248,7 +259,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if checkpoint is not None:
             _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
             require_repeatable(mechanism)
+        together = None
         if settings.num_steps > 0:
+            if budget is None:
+                together = self._count(mechanism, delta, X.shape)
             rows = Rows(scaling(X), problem.targets, problem.counts)
             with self._charged(
                 mechanism, settings, theta, rows, seed, budget, checkpoint
@@ -266,7 +280,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self.n_iter_ = settings.num_steps
         num_public = 0 if X_public is None else len(X_public)
         self.privacy_ = self._report(
-            mechanism, delta, settings, num_public, problem.shown, seed, budget
+            mechanism, delta, settings, num_public, problem.shown, seed, budget, together
         )
         return self
 
@@ -554,18 +568,22 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         shown: tuple[str, ...],
         seed: int | None,
         budget: Budget | None,
+        together: Together | None,
     ) -> RunReport:
         method = "cold DP-SGD"
         if num_public:
             method = "warm DP-SGD" if self.method == "dpsgd" else "exact mirror descent"
         source = "public rows" if num_public else "constants"
+        tuning = _TUNING_ON_BUDGET
+        if budget is None:
+            tuning = self._tuning(source, together, delta, mechanism.adjacency)
         return RunReport.of(
             mechanism,
             delta,
             charged_steps=settings.num_steps,
             budget=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
-            tuning=f"nothing to charge: settings not given follow from {source} and the budget",
+            tuning=tuning,
             shown_without_protection=shown,
             seed=seed,
             results={
@@ -576,10 +594,76 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             },
         )
 
+    def __sklearn_clone__(self):
+        copy: Any = super().__sklearn_clone__()
+        copy._lineage = self._with_lineage()
+        copy._lineage.copies += 1
+        return copy
+
+    def _with_lineage(self) -> Lineage:
+        if not hasattr(self, "_lineage"):
+            self._lineage = Lineage()
+        return self._lineage
+
+    def _count(self, mechanism: Mechanism, delta: float, shape: tuple[int, int]) -> Together:
+        """Counts this fit among those of the process, and tells the operator of their total."""
+        accounted = mechanism.noise.accounted_multiplier(
+            mechanism.noise_multiplier, mechanism.l2_clip_norm
+        )
+        found = _FITS.add(self._with_lineage(), shape, mechanism.num_steps, accounted)
+        if found.is_news:
+
+            def epsilon(**options: int) -> str:
+                return upwards(found.epsilon(delta, mechanism.adjacency, **options))
+
+            where = f", {found.elsewhere} of them in other processes" if found.elsewhere else ""
+            warnings.warn(
+                f"this is one of {found.fits} private fits{where}, by copies of one estimator or "
+                "on tables of one shape, as searches and cross-validation make them. If they read "
+                f"the same people, they have epsilon {epsilon()} together at delta {delta:g}, not "
+                f"{epsilon(of_so_many_like_the_last=1)}; 20 fits like this one have "
+                f"{epsilon(of_so_many_like_the_last=20)}. Scores on private rows are not covered "
+                "at all. Choose settings on public rows, or charge all fits to one Budget: "
+                "fit(..., budget=budget).",
+                UserWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def _tuning(
+        self, source: str, together: Together | None, delta: float, adjacency: Adjacency
+    ) -> str:
+        """What is known about how the settings were chosen."""
+        defaults = type(self)().get_params()
+        given = [
+            name
+            for name in _SETTINGS
+            if name in defaults and not _equals(getattr(self, name), defaults[name])
+        ]
+        known = []
+        if given:
+            known.append(
+                f"{', '.join(given)}: given by the caller, and how they were chosen is not known"
+            )
+        if together is not None and together.fits > 1:
+            known.append(
+                f"this was one of {together.fits} fits, by copies of one estimator or on tables of "
+                "one shape, which if they read the same records have epsilon "
+                f"{upwards(together.epsilon(delta, adjacency))} together; a choice among them by "
+                "scores on private records is not covered at all"
+            )
+        if known:
+            return f"not charged: {'; '.join(known)}"
+        return f"nothing to charge: all settings follow from {source} and the budget"
+
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)
         return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+
+
+def _equals(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, str | bool) and value == default)
 
 
 def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:

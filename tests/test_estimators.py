@@ -1,14 +1,19 @@
 """The closed-form descent against its oracles, and the estimators against their contract."""
 
+import re
 import warnings
 from decimal import Decimal
 from fractions import Fraction
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import mirrordp
@@ -793,6 +798,143 @@ class TestPrivacy:
         assert model.coef_[-1] == 0
 
 
+class TestRepeatedFits:
+    """Twenty fits to choose from are twenty releases; the report of the best must not hide it."""
+
+    GRID: ClassVar = {"l2_clip_norm": [0.5, 1.0], "num_steps": [2, 4]}
+
+    def search(self, kind, x, y, public, pipeline=False, **options):
+        """Returns the best estimator's report, and what the operator was told of repeated fits."""
+        estimator = PrivateLinearRegression(random_state=0)
+        grid = self.GRID
+        named = dict(zip(("X_public", "y_public"), public, strict=True))
+        if pipeline:
+            estimator = make_pipeline(StandardScaler(), estimator)
+            name = "privatelinearregression"
+            grid = {f"{name}__{key}": value for key, value in grid.items()}
+            named = {f"{name}__{key}": value for key, value in named.items()}
+        search = kind(estimator, grid, cv=5, **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            search.fit(x, y, **named)
+        best = search.best_estimator_
+        told = [str(w.message) for w in seen if "private fits" in str(w.message)]
+        return (best[-1] if pipeline else best).privacy_, told
+
+    @staticmethod
+    def together(fits, epsilon=1.0, delta=1e-5):
+        """ε of so many fits at ε each, by the accountant of a ledger."""
+        one = mirrordp.Mechanism.calibrate(
+            epsilon=epsilon, delta=delta, sampling=mirrordp.FullBatch.of(100), num_steps=1,
+            l2_clip_norm=1.0,
+        )  # fmt: skip
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        for _ in range(fits):
+            ledger.charge(one.event)
+        return ledger.epsilon(delta).epsilon
+
+    @pytest.mark.parametrize("pipeline", [False, True])
+    def test_a_search_says_what_all_of_its_fits_cost(self, pipeline):
+        data = (*draw("regression", 100), draw("regression", 60, seed=1))
+        report, told = self.search(GridSearchCV, *data, pipeline)
+        total = self.together(21)
+        assert report.tuning.startswith("not charged: num_steps, l2_clip_norm: given by the caller")
+        assert "one of 21 fits" in report.tuning
+        (stated,) = map(float, re.findall(r"epsilon (\d+\.\d+) together", report.tuning))
+        assert total * 0.98 < stated < total * 1.02
+        assert not stated < self.together(20) * 0.98
+        first, last = told
+        assert "one of 2 private fits" in first
+        assert "one of 21 private fits" in last
+        assert re.findall(r"epsilon (\d+\.\d+) together", last) == [f"{stated:.4g}"]
+        assert any("not charged" in warned.title for warned in report.warnings())
+
+    def test_a_search_in_other_processes(self):
+        """Their fits are not seen here; that copies were made for them is."""
+        data = (*draw("regression", 100), draw("regression", 60, seed=1))
+        report, told = self.search(GridSearchCV, *data, n_jobs=2)
+        (fits,) = map(int, re.findall(r"one of (\d+) fits", report.tuning))
+        assert 21 <= fits <= 23
+        assert "in other processes" in told[-1]
+
+    def test_cross_validation_warns_once(self):
+        x, y = draw("regression", 102)
+        x_public, y_public = draw("regression", 60, seed=1)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = cross_validate(
+                PrivateLinearRegression(random_state=0), x, y, cv=5, return_estimator=True,
+                params={"X_public": x_public, "y_public": y_public},
+            )["estimator"]  # fmt: skip
+        told = [str(w.message) for w in seen if "private fits" in str(w.message)]
+        assert len(told) == 1
+        assert "one of 2 private fits" in told[0]
+        assert f"20 fits like this one have {self.together(20):.1f}"[:-1] in told[0]
+        assert "one of 5 fits" in found[-1].privacy_.tuning
+
+    def test_fits_in_a_loop(self):
+        x, y = draw("binary", 100)
+        public = draw("binary", 60, seed=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PrivateLogisticRegression(random_state=0).fit(x, y, *public)
+        with pytest.warns(UserWarning, match="one of 2 private fits"):
+            second = PrivateLogisticRegression(random_state=1).fit(x, y, *public)
+        assert "one of 2 fits" in second.privacy_.tuning
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            third = PrivateLogisticRegression(random_state=2).fit(x, y, *public)
+            other = PrivateLogisticRegression(random_state=2).fit(x[:70], y[:70], *public)
+        assert "one of 3 fits" in third.privacy_.tuning
+        assert other.privacy_.tuning.startswith("nothing to charge: all settings follow from")
+
+    def test_a_report_tells_the_same_whoever_is_in_two_tables(self):
+        """Whether rows of two fits are equal depends on private rows: it decides nothing here."""
+        public = draw("regression", 60, seed=1)
+        texts = []
+        for seed in (0, 5):
+            estimators._FITS.clear()
+            PrivateLinearRegression(random_state=0).fit(*draw("regression", 100), *public)
+            with pytest.warns(UserWarning, match="one of 2 private fits"):
+                model = PrivateLinearRegression(random_state=0).fit(
+                    *draw("regression", 100, seed=seed), *public
+                )
+            texts.append(model.privacy_.tuning)
+        assert texts[0] == texts[1]
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({}, "nothing to charge: all settings follow from public rows and the budget"),
+            ({"num_steps": 3}, "not charged: num_steps: given by the caller, and how they were"),
+            ({"fit_intercept": False, "method": "dpsgd"}, "not charged: method, fit_intercept: "),
+            ({"target_range": np.array([0, 15])}, "not charged: target_range: given"),
+            ({"epsilon": 2.0, "adjacency": "replace"}, "nothing to charge"),
+        ],
+    )
+    def test_settings_that_were_given(self, settings, text):
+        model = PrivateLinearRegression(**settings, random_state=0)
+        model.fit(*draw("regression", 100), *draw("regression", 60, seed=1))
+        assert model.privacy_.tuning.startswith(text)
+
+    def test_fits_on_a_budget_are_charged(self, tmp_path):
+        x, y = draw("regression", 100)
+        public = draw("regression", 60, seed=1)
+        with (
+            mirrordp.Budget.create(
+                tmp_path / "budget", epsilon=3.0, delta=1e-5, data=mirrordp.PrivateData(x)
+            ) as budget,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            for steps in (2, 4):
+                model = PrivateLinearRegression(0.5, num_steps=steps).fit(
+                    x, y, *public, budget=budget
+                )
+        assert model.privacy_.tuning.startswith("charged, as far as it was made by what runs")
+        assert "share one budget" in model.privacy_.privacy_card()
+
+
 class TestMistakes:
     def test_what_is_not_finite_is_refused_for_the_operator_only(self, task):
         x, y = draw(task, 50)
@@ -983,7 +1125,7 @@ class TestMistakes:
             PrivateLinearRegression(random_state=0).fit(x, y + 1000, x_public, y_public)
         unusable = np.arange(200) < 150  # such as rows without a target, which have a zero there
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UnprotectedWarning)
             PrivateLinearRegression(random_state=0).fit(
                 x, np.where(unusable, -99, y), x_public, y_public, counts=~unusable
             )
@@ -1000,6 +1142,7 @@ class TestMistakes:
         x, y = draw(task, 50)
         with pytest.warns(UserWarning, match="nothing is scaled"):
             TASKS[task](random_state=0).fit(x, y)
+        estimators._FITS.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             TASKS[task](row_norm_bound=10.0, random_state=0).fit(x, y)
