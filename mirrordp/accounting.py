@@ -177,6 +177,27 @@ def epsilon(
     return Epsilon(math.inf if math.isnan(value) else value, delta, adjacency, chosen, method)
 
 
+def default_delta(num_examples: int) -> float:
+    """1/(10 n) rounded down to a power of ten, and at most 1e-5; for data whose n is public.
+
+    >>> [default_delta(n) for n in (100, 10_000, 10_001, 300_000)]
+    [1e-05, 1e-05, 1e-06, 1e-07]
+    """
+    _validate.positive_integer(num_examples=num_examples)
+    return float(f"1e-{max(5, len(str(10 * num_examples - 1)))}")
+
+
+def require_small_delta(delta: float, num_examples: int) -> None:
+    """Raises a ValueError where δ > 1/n, so that publishing a random record would pass."""
+    if delta > 1 / num_examples:
+        raise ValueError(
+            f"expected delta of at most 1/n = {1 / num_examples:.2g} for n = {num_examples} "
+            f"records, got {delta:g}: a mechanism that publishes a record at random would pass. "
+            f"Use delta={default_delta(num_examples):g}, or confirm it (allow_large_delta=True, "
+            "--allow-large-delta)."
+        )
+
+
 def renyi_divergences(
     event: DpEvent, orders: Sequence[float], *, adjacency: Adjacency
 ) -> np.ndarray:

@@ -7,9 +7,11 @@ through `warnings` and exceptions, marked `UNPROTECTED`; it never reaches a repo
 model.
 """
 
+import collections
 import dataclasses
 import enum
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
@@ -167,7 +169,7 @@ class ClientData:
             max_examples_per_user: the bound.
             seed: decides, with the user's name, which rows are kept.
         """
-        owners = np.asarray(user_ids)
+        owners = _uncast(user_ids)
         arrays = jax.tree.map(np.asarray, arrays)
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
         lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
@@ -183,15 +185,7 @@ class ClientData:
                 "empty: taken together they would be one user who is nobody, and a user with some "
                 f"of them would count twice. Leave such rows out. {UNPROTECTED}"
             )
-        try:
-            found, owner_numbers = np.unique(owners, return_inverse=True)
-        except TypeError as error:
-            kinds = sorted({type(owner).__name__ for owner in owners})
-            raise TypeError(
-                f"user_ids must be names of one type, got {', '.join(kinds)}. Make text of all of "
-                "them: [str(user) for user in user_ids]."
-            ) from error
-        names = found.tolist()
+        names, owner_numbers = _distinct_names(owners)
         if users is not None:
             listed = list(users)
             known = {_spelling(name): number for number, name in enumerate(listed)}
@@ -225,6 +219,7 @@ class ClientData:
         users: Sequence[PyTree],
         *,
         ids: Sequence[Hashable] | None = None,
+        dtypes: PyTree | None = None,
         max_examples_per_user: int = 256,
         seed: int = 0,
     ) -> Self:
@@ -233,6 +228,11 @@ class ClientData:
         Args:
             users: the rows of each user, all of one structure.
             ids: the users' names; without them a user is known by its rows.
+            dtypes: the dtypes that the arrays shall have, fixed without a look at private rows: one
+                for all arrays, or a tree like a user's with a dtype or an array in each place (for
+                private users, `public.arrays` say). Each user's rows are converted by themselves;
+                integers that do not fit are refused. Without it all users who have rows must have
+                the same dtypes.
             max_examples_per_user: the bound.
             seed: decides, with the user's name or rows, which rows are kept.
         """
@@ -245,6 +245,8 @@ class ClientData:
         if len(users) == 0:
             raise ValueError("from_users needs at least one user, got an empty list.")
         users = [jax.tree.map(np.asarray, user) for user in users]
+        if dtypes is not None:
+            users = [_converted(number, user, dtypes) for number, user in enumerate(users)]
         counts = _rows_of_users(users)
         # Empty arrays are of float64 unless told otherwise; they must not turn labels into floats.
         arrays = jax.tree.map(
@@ -351,13 +353,14 @@ class PublicClients(ClientData):
 def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
     """How many rows each user owns, after a check that all of them have rows of one kind.
 
-    A user with unequally long arrays would shift the rows of those who come after it, and one with
-    floats among integers would change everyone's: no user would contribute from its own rows alone.
+    A user with unequally long arrays would shift the rows of those who come after it. One array
+    holds the rows of all, so that a user with uint16 among users with uint8 would change everyone's
+    arithmetic: no user would contribute from its own rows alone.
     """
     structure = jax.tree.structure(users[0])
     shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(users[0])]
     counts: list[int] = []
-    kinds: list[str] | None = None
+    dtypes: list[str] | None = None
     for number, user in enumerate(users):
         leaves = jax.tree.leaves(user)
         if jax.tree.structure(user) != structure or not leaves:
@@ -385,15 +388,94 @@ def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
         counts.append(lengths.pop())
         if counts[-1] == 0:
             continue
-        own = [leaf.dtype.kind for leaf in leaves]
-        kinds = own if kinds is None else kinds
-        if own != kinds:
+        own = [leaf.dtype.name for leaf in leaves]
+        dtypes = own if dtypes is None else dtypes
+        if own != dtypes:
             raise TypeError(
-                f"arrays of all users must be of the same kind of numbers, got {kinds} and, for "
-                f"user {number} of the list, {own} (NumPy's dtype.kind). Convert them one by one: "
-                f"together they would change the numbers of all users. {UNPROTECTED}"
+                f"arrays of all users must have the same dtypes, got {dtypes} and, for user "
+                f"{number} of the list, {own}: put together, they would change the numbers of all "
+                "users. Declare the dtypes, for example dtypes=np.float32 or dtypes={'x': "
+                f"np.uint8, 'y': np.int32}}, and each user is converted alone. {UNPROTECTED}"
             )
     return np.array(counts)
+
+
+def _converted(number: int, user: PyTree, dtypes: PyTree) -> PyTree:
+    """A user's arrays in the declared dtypes, decided by that user's own rows and nobody else's."""
+    leaves, structure = jax.tree.flatten(user)
+    declared = jax.tree.leaves(dtypes)
+    if len(declared) == 1:
+        declared = declared * len(leaves)
+    elif jax.tree.structure(dtypes) != structure:
+        raise ValueError(
+            f"dtypes must be one dtype or a tree like a user's, got {jax.tree.structure(dtypes)} "
+            f"and {structure} for user {number} of the list. {UNPROTECTED}"
+        )
+    # np.float32.dtype is a descriptor, an array's a dtype.
+    wanted = [
+        np.dtype(leaf if isinstance(leaf, type) else getattr(leaf, "dtype", leaf))
+        for leaf in declared
+    ]
+    return jax.tree.unflatten(
+        structure, [_convert(number, *pair) for pair in zip(leaves, wanted, strict=True)]
+    )
+
+
+def _convert(number: int, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rounds to a float of any width; every other conversion must keep each number as it is."""
+    if leaf.dtype == dtype:
+        return leaf
+    is_real = np.isrealobj(leaf) and _is_numeric(leaf.dtype)
+    with np.errstate(all="ignore"):
+        converted = leaf.astype(dtype) if is_real or not len(leaf) else None
+    if converted is None or not (
+        jnp.issubdtype(dtype, np.inexact) or np.array_equal(converted, leaf)
+    ):
+        raise ValueError(
+            f"every user's rows must fit the declared dtypes, got {leaf.dtype.name} that cannot "
+            f"become {dtype.name} for user {number} of the list. Declare a wider dtype for all "
+            f"users, or correct that user's rows. {UNPROTECTED}"
+        )
+    return converted
+
+
+def _uncast(names: Sequence[Hashable] | np.ndarray) -> np.ndarray:
+    """Names in an array that leaves each as it is; NumPy makes text of all if one is text."""
+    if isinstance(names, list | tuple):
+        return np.fromiter(names, object, len(names))
+    return np.asarray(names)
+
+
+def _distinct_names(owners: np.ndarray) -> tuple[list[Hashable], np.ndarray]:
+    """The different names in order, and for each row which of them it has.
+
+    The order compares two names by their spelling alone: a name of another type among the others
+    moves nobody else.
+    """
+    names: list[Hashable]
+    if owners.dtype == object:
+        numbers: dict[str, int] = {}
+        which = np.array([numbers.setdefault(_spelling(n), len(numbers)) for n in owners], np.intp)
+        first = np.full(len(numbers), len(owners))
+        np.minimum.at(first, which, np.arange(len(owners)))
+        names = owners[first].tolist()
+    else:
+        found, which = np.unique(owners, return_inverse=True)
+        names = found.tolist()
+    order = sorted(range(len(names)), key=lambda number: _name_order(names[number]))
+    place = np.empty(len(names), np.intp)
+    place[order] = np.arange(len(names))
+    return [names[number] for number in order], place[which]
+
+
+def _name_order(name: Hashable) -> tuple[float, str]:
+    """Numbers by size, before text by the alphabet."""
+    text = _spelling(name)
+    try:
+        number = float(text)
+    except ValueError:
+        return math.inf, text
+    return (number if math.isfinite(number) else math.inf), text
 
 
 def _num_missing(names: Iterable[Hashable] | np.ndarray) -> int:
@@ -417,7 +499,7 @@ def _spelling(name: Hashable) -> str:
 
 def _name_entropy(name: Hashable) -> list[int]:
     """Four numbers that a user's name decides, the same on every machine."""
-    digest = hashlib.blake2b(str(name).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(_spelling(name).encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u4").tolist()
 
 
@@ -470,10 +552,10 @@ def _check_arrays(name: str, remark: str, arrays: PyTree) -> None:
                 f"every array of {name} needs a leading example axis, got a scalar at "
                 f"{_path(path)}. Repeat it for each example or put it into the loss function."
             )
-        if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
+        if not _is_numeric(leaf.dtype):
             raise TypeError(
-                f"{name} must hold numbers, got dtype {leaf.dtype} at {_path(path)}. "
-                "Encode text and categories first, by rules that come from public data."
+                f"{name} must hold numbers, got dtype {leaf.dtype} at {_path(path)}. Encode text, "
+                "categories and times first, by rules that come from public data."
             )
     lengths = {_path(path): leaf.shape[0] for path, leaf in leaves}
     if len(set(lengths.values())) > 1:
@@ -482,6 +564,11 @@ def _check_arrays(name: str, remark: str, arrays: PyTree) -> None:
         )
     if leaves[0][1].shape[0] == 0:
         raise ValueError(f"{name} is empty: expected at least one row.")
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    """Not so a duration, which NumPy counts among the integers: its unit follows from all rows."""
+    return dtype.kind != "m" and (jnp.issubdtype(dtype, np.number) or dtype.kind == "b")
 
 
 def _path(path: tuple) -> str:
@@ -562,12 +649,49 @@ def excluded_rows(
 
     Returns:
         A boolean array of length `len(private)`.
+
+    Raises:
+        ValueError: see `refuse_private_rows`, or because of `overlap`.
     """
     require_same_structure(private, public)
+    refuse_private_rows(private, public)
     public_rows = set(_row_bytes(public))
     mask = np.fromiter((row in public_rows for row in _row_bytes(private)), bool, len(private))
     _announce(mask, "private rows equal a public row", overlap)
     return mask
+
+
+def refuse_private_rows(private: PrivateData, other: PublicData, what: str = "public rows") -> None:
+    """Refuses rows that are said to need no protection and are mostly private rows.
+
+    Private rows do not become public by being named so. Rows of few values equal each other by
+    chance, a public and a private one as often as two private ones: where more than half as many
+    private rows have an equal among themselves, only the very same rows, in any order, are refused.
+
+    Args:
+        private: the private rows.
+        other: rows of the same structure that are to be used without noise.
+        what: what they are called in the message.
+
+    Raises:
+        ValueError: if most of them equal a private row. The message is for the operator only.
+    """
+    others = list(_row_bytes(other))
+    known = set(others)
+    found = {row for row in _row_bytes(private) if row in known}
+    shared = sum(row in found for row in others)
+    if 2 * shared <= len(others):
+        return
+    # Digests, since there may be many private rows.
+    digest = lambda row: hashlib.blake2b(row, digest_size=16).digest()  # noqa: E731
+    counts = collections.Counter(map(digest, _row_bytes(private)))
+    repeated = sum(count for count in counts.values() if count > 1) / len(private)
+    if shared / len(others) > 2 * repeated or counts == collections.Counter(map(digest, others)):
+        raise ValueError(
+            f"{what} must be other rows than the private ones, got {shared} of {len(others)} "
+            f"{what} that equal a private row. Private rows do not become public by being named "
+            f"so; if anybody may know these, leave them out of the private rows. {UNPROTECTED}"
+        )
 
 
 def _announce(excluded: np.ndarray, what: str, overlap: Overlap) -> None:

@@ -20,7 +20,7 @@ import math
 import numbers
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,23 +29,41 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from mirrordp import _fingerprint, _validate, linear
+from mirrordp import _fingerprint, _validate, accounting, linear
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
+from mirrordp._fits import Fits, Lineage, Together
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
-from mirrordp.data import UNPROTECTED, PrivateData, PublicData, UnprotectedWarning, excluded_rows
+from mirrordp.data import (
+    UNPROTECTED,
+    PrivateData,
+    PublicData,
+    UnprotectedWarning,
+    excluded_rows,
+    refuse_private_rows,
+)
 from mirrordp.ledger import Block
 from mirrordp.linear import Family, PublicObjective, Rows, Settings
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import GaussianNoise, Noise, SecureGaussianNoise
-from mirrordp.report import RunReport
+from mirrordp.report import RunReport, upwards
 from mirrordp.sampling import FullBatch
 from mirrordp.secure import require_cryptography
 from mirrordp.training import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
+# What a caller may have chosen by looking at private rows.
+_SETTINGS = (
+    *("num_steps", "l2_clip_norm", "learning_rate", "row_norm_bound", "target_range"),
+    *("method", "fit_intercept"),
+)
+_TUNING_ON_BUDGET = (
+    "charged, as far as it was made by what runs on the same budget released; a choice by scores "
+    "on private records is not covered"
+)
+_FITS = Fits()
 # The search for settings on public rows is no secret, and the same rows give the same settings.
 _PUBLIC_SEED = 0
 # DP-SGD without public rows: at most so many steps.
@@ -153,8 +171,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     def __init__(
         self,
         epsilon: float = 1.0,
-        delta: float = 1e-5,
+        delta: float | None = None,
         *,
+        allow_large_delta: bool = False,
         fit_intercept: bool = True,
         method: str = "auto",
         num_steps: int | str = "auto",
@@ -167,6 +186,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     ):
         self.epsilon = epsilon
         self.delta = delta
+        self.allow_large_delta = allow_large_delta
         self.fit_intercept = fit_intercept
         self.method = method
         self.num_steps = num_steps
@@ -193,7 +213,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         As in `mirrordp.train`, a private row that equals a public one, target included, is not used
         twice: it stays in n and contributes zero, and a warning tells the operator. Where public
         rows equal each other, values repeat by chance (a few categories, say) and equality is no
-        sign of a copy: then nothing is left out. The guarantee is the same either way.
+        sign of a copy: then nothing is left out. The guarantee is the same either way. Public rows
+        that are mostly private rows are refused.
 
         Args:
             X: private features, shape (n, d). Each row is one unit of protection.
@@ -218,6 +239,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 "X_public and y_public go together, got one of them. Pass both or neither."
             )
         X, y = self._validated(X, y, public=False)
+        delta = self._delta(len(X))
         if X_public is not None:
             X_public, y_public = self._validated(X_public, y_public, public=True)
             used = slice(None) if counts is None else _mask(counts, len(X))
@@ -228,16 +250,19 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if X_public is not None:
             problem = problem.without(_copies(problem, X, X_public))
         if X_public is None:
-            scaling, theta, settings = self._plan_cold(problem, *X.shape)
+            scaling, theta, settings = self._plan_cold(problem, len(X), X.shape[1], delta)
         else:
-            scaling, theta, settings = self._plan(problem, X_public, len(X))
+            scaling, theta, settings = self._plan(problem, X_public, len(X), delta)
         seed = _seed(self.random_state)
         noise = SecureGaussianNoise.of(theta) if self.secure else GaussianNoise()
-        mechanism = self._mechanism(len(X), settings, noise)
+        mechanism = self._mechanism(len(X), delta, settings, noise)
         if checkpoint is not None:
             _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
             require_repeatable(mechanism)
+        together = None
         if settings.num_steps > 0:
+            if budget is None:
+                together = self._count(mechanism, delta, X.shape)
             rows = Rows(scaling(X), problem.targets, problem.counts)
             with self._charged(
                 mechanism, settings, theta, rows, seed, budget, checkpoint
@@ -254,7 +279,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self.coef_, self.intercept_ = self._decode(problem, *scaling.original(theta))
         self.n_iter_ = settings.num_steps
         num_public = 0 if X_public is None else len(X_public)
-        self.privacy_ = self._report(mechanism, settings, num_public, problem.shown, seed, budget)
+        self.privacy_ = self._report(
+            mechanism, delta, settings, num_public, problem.shown, seed, budget, together
+        )
         return self
 
     @contextlib.contextmanager
@@ -318,7 +345,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
-        _validate.open_unit_interval(delta=self.delta)
+        if self.delta is not None:
+            _validate.open_unit_interval(delta=self.delta)
+        _validate.instance_of(bool, allow_large_delta=self.allow_large_delta)
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, got {self.method!r}.")
         for name, check in (
@@ -352,8 +381,17 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             raise ValueError(
                 f"{type(self).__name__} requires y{suffix} to be passed, but the target y is None."
             )
+        _refuse_text_and_times(f"X{suffix}", X, remark)
         try:
-            X = validate_data(self, X, reset=not public, dtype=np.float64, ensure_all_finite=False)
+            # One layout in memory for all that may come: the last bit of a product follows from it.
+            X = validate_data(
+                self,
+                X,
+                reset=not public,
+                dtype=np.float64,
+                order="C",
+                ensure_all_finite=False,
+            )
         except ValueError as error:
             if public and "feature names should match" in str(error):
                 raise ValueError(
@@ -374,7 +412,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
                 f"public data.{remark}"
             ) from None
-        y = column_or_1d(y, warn=True)
+        y = column_or_1d(_each_by_itself(y), warn=True)
+        if y.dtype.kind in "mM":
+            raise ValueError(
+                f"y{suffix} must hold numbers or text, got dates or durations, {y.dtype}. Turn "
+                f"them into numbers or text one by one.{remark}"
+            )
         if len(y) != len(X):
             raise ValueError(
                 f"X{suffix} and y{suffix} must have equally many rows, got {len(X)} and {len(y)}."
@@ -406,10 +449,19 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 stacklevel=3,
             )
 
-    def _mechanism(self, num_private: int, settings: Settings, noise: Noise) -> Mechanism:
+    def _delta(self, num_private: int) -> float:
+        if self.delta is None:
+            return accounting.default_delta(num_private)
+        if not self.allow_large_delta:
+            accounting.require_small_delta(self.delta, num_private)
+        return self.delta
+
+    def _mechanism(
+        self, num_private: int, delta: float, settings: Settings, noise: Noise
+    ) -> Mechanism:
         return Mechanism.calibrate(
             epsilon=self.epsilon,
-            delta=self.delta,
+            delta=delta,
             sampling=FullBatch.of(num_private),
             num_steps=max(settings.num_steps, 1),
             l2_clip_norm=settings.l2_clip_norm,
@@ -417,12 +469,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             noise=noise,
         )
 
-    def _one_step_noise(self, num_private: int) -> float:
+    def _one_step_noise(self, num_private: int, delta: float) -> float:
         """The noise multiplier that spends the budget in one step, to choose settings by."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the run itself warns of a large delta
             return self._mechanism(
-                num_private, Settings(1.0, 1, 1.0), GaussianNoise()
+                num_private, delta, Settings(1.0, 1, 1.0), GaussianNoise()
             ).noise_multiplier
 
     def _given(self, name: str) -> Any:
@@ -430,7 +482,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return None if isinstance(value, str) else value
 
     def _plan(
-        self, problem: _Problem, x: np.ndarray, num_private: int
+        self, problem: _Problem, x: np.ndarray, num_private: int, delta: float
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """Scaling, start and settings, from public rows and the budget."""
         targets = problem.public_targets
@@ -460,7 +512,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             public,
             geometry,
             num_private=num_private,
-            one_step_noise=self._one_step_noise(num_private),
+            one_step_noise=self._one_step_noise(num_private, delta),
             rng=rng,
             l2_clip_norm=self._given("l2_clip_norm"),
             num_steps=self._given("num_steps"),
@@ -477,7 +529,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return dataclasses.replace(scaling, basis=basis), theta, settings
 
     def _plan_cold(
-        self, problem: _Problem, num_private: int, width: int
+        self, problem: _Problem, num_private: int, width: int, delta: float
     ) -> tuple[_Scaling, np.ndarray, Settings]:
         """DP-SGD from zero, in the features as they are or divided by the caller's bound."""
         bound = self.row_norm_bound
@@ -496,7 +548,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         )
         theta = np.zeros((width + scaling.intercept, problem.targets.shape[1]))
         clip = self._given("l2_clip_norm") or 1.0
-        noise = self._one_step_noise(num_private)
+        noise = self._one_step_noise(num_private, delta)
         # Rows of norm at most √2 (with a bound), or of entries of order one (without).
         smoothness = (2.0 if bound else width + 1.0) * problem.family.largest_curvature
         # After T steps the noise has moved Θ by about η σ₁ C T √p / n; that shall not exceed one.
@@ -510,23 +562,28 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     def _report(
         self,
         mechanism: Mechanism,
+        delta: float,
         settings: Settings,
         num_public: int,
         shown: tuple[str, ...],
         seed: int | None,
         budget: Budget | None,
+        together: Together | None,
     ) -> RunReport:
         method = "cold DP-SGD"
         if num_public:
             method = "warm DP-SGD" if self.method == "dpsgd" else "exact mirror descent"
         source = "public rows" if num_public else "constants"
+        tuning = _TUNING_ON_BUDGET
+        if budget is None:
+            tuning = self._tuning(source, together, delta, mechanism.adjacency)
         return RunReport.of(
             mechanism,
-            self.delta,
+            delta,
             charged_steps=settings.num_steps,
             budget=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
-            tuning=f"nothing to charge: settings not given follow from {source} and the budget",
+            tuning=tuning,
             shown_without_protection=shown,
             seed=seed,
             results={
@@ -537,10 +594,76 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             },
         )
 
+    def __sklearn_clone__(self):
+        copy: Any = super().__sklearn_clone__()
+        copy._lineage = self._with_lineage()
+        copy._lineage.copies += 1
+        return copy
+
+    def _with_lineage(self) -> Lineage:
+        if not hasattr(self, "_lineage"):
+            self._lineage = Lineage()
+        return self._lineage
+
+    def _count(self, mechanism: Mechanism, delta: float, shape: tuple[int, int]) -> Together:
+        """Counts this fit among those of the process, and tells the operator of their total."""
+        accounted = mechanism.noise.accounted_multiplier(
+            mechanism.noise_multiplier, mechanism.l2_clip_norm
+        )
+        found = _FITS.add(self._with_lineage(), shape, mechanism.num_steps, accounted)
+        if found.is_news:
+
+            def epsilon(**options: int) -> str:
+                return upwards(found.epsilon(delta, mechanism.adjacency, **options))
+
+            where = f", {found.elsewhere} of them in other processes" if found.elsewhere else ""
+            warnings.warn(
+                f"this is one of {found.fits} private fits{where}, by copies of one estimator or "
+                "on tables of one shape, as searches and cross-validation make them. If they read "
+                f"the same people, they have epsilon {epsilon()} together at delta {delta:g}, not "
+                f"{epsilon(of_so_many_like_the_last=1)}; 20 fits like this one have "
+                f"{epsilon(of_so_many_like_the_last=20)}. Scores on private rows are not covered "
+                "at all. Choose settings on public rows, or charge all fits to one Budget: "
+                "fit(..., budget=budget).",
+                UserWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def _tuning(
+        self, source: str, together: Together | None, delta: float, adjacency: Adjacency
+    ) -> str:
+        """What is known about how the settings were chosen."""
+        defaults = type(self)().get_params()
+        given = [
+            name
+            for name in _SETTINGS
+            if name in defaults and not _equals(getattr(self, name), defaults[name])
+        ]
+        known = []
+        if given:
+            known.append(
+                f"{', '.join(given)}: given by the caller, and how they were chosen is not known"
+            )
+        if together is not None and together.fits > 1:
+            known.append(
+                f"this was one of {together.fits} fits, by copies of one estimator or on tables of "
+                "one shape, which if they read the same records have epsilon "
+                f"{upwards(together.epsilon(delta, adjacency))} together; a choice among them by "
+                "scores on private records is not covered at all"
+            )
+        if known:
+            return f"not charged: {'; '.join(known)}"
+        return f"nothing to charge: all settings follow from {source} and the budget"
+
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)
         return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+
+
+def _equals(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, str | bool) and value == default)
 
 
 def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
@@ -550,6 +673,33 @@ def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
     """
     low, high = public.min(axis=0), public.max(axis=0)
     return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
+
+
+def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
+    """Refuses arrays of which one row may have decided how the numbers of all are written.
+
+    Among datetimes the finest unit becomes everyone's; as text a float32 has other digits.
+    """
+    dtypes = getattr(array, "dtypes", None)  # of a data frame
+    found = [getattr(array, "dtype", None)] if dtypes is None else list(dtypes)
+    kinds = {getattr(dtype, "kind", "") for dtype in found}
+    if not kinds & set("mMUS"):
+        return
+    what, advice = "text", "Encode it first, by rules that come from public data"
+    if kinds & set("mM"):
+        what, advice = "dates or durations", "Count them in a unit of your choice"
+    raise ValueError(f"{name} must hold numbers, got {what}. {advice}.{remark}")
+
+
+def _each_by_itself(y: Any) -> Any:
+    """Targets of several types as objects, where NumPy would make text of all if one is text."""
+    if isinstance(y, list | tuple) and _is_mixed(y):
+        return np.fromiter(y, object, len(y))
+    return y
+
+
+def _is_mixed(values: Iterable[Any]) -> bool:
+    return len({type(value) for value in values}) > 1
 
 
 def _refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
@@ -568,21 +718,27 @@ def _copies(problem: _Problem, x: np.ndarray, x_public: np.ndarray) -> np.ndarra
     """A mask of the private rows that equal a public one, where that is a sign of a copy.
 
     If public rows are all distinct, few private rows equal one of them by chance: about as many of
-    n as one public row is of all. Otherwise the most common rows would be the ones left out.
+    n as one public row is of all. Otherwise the most common rows would be the ones left out. Public
+    rows that are mostly private ones are refused.
     """
     targets = problem.public_targets
     assert targets is not None
-    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
-        return np.zeros(len(x), bool)
     # A target that overflowed in scaling is infinite, which PrivateData refuses.
     private = PrivateData({"x": x, "y": np.nan_to_num(problem.targets)})
-    return excluded_rows(private, PublicData({"x": x_public, "y": targets}))
+    public = PublicData({"x": x_public, "y": targets})
+    if len(np.unique(np.column_stack([x_public, targets]), axis=0)) < len(x_public):
+        refuse_private_rows(private, public)
+        return np.zeros(len(x), bool)
+    return excluded_rows(private, public)
 
 
 def _as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     try:
-        numbers = y.astype(np.float64)
+        # A text of all numbers has lost the digits that one number wanted.
+        numbers = None if y.dtype.kind in "US" else y.astype(np.float64)
     except (TypeError, ValueError):
+        numbers = None
+    if numbers is None:
         raise ValueError(
             f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
             f"classes.{remark}"
@@ -620,7 +776,10 @@ def _seed(random_state: Any) -> int | None:
 _SHARED_PARAMETERS = """
     Args:
         epsilon: ε, the budget; `privacy_.epsilon` is what was spent, never more.
-        delta: δ, well below 1/n.
+        delta: δ, well below 1/n. By default 1/(10 n) rounded down to a power of ten, and at most
+            1e-5; n counts as public.
+        allow_large_delta: whether to take a δ above 1/n, which is refused otherwise: publishing a
+            row at random would pass there.
 {own}        fit_intercept: whether to fit an intercept.
         method: "exact" clips, adds noise and steps in the geometry of the public Hessian; "dpsgd"
             does so in standardised features. "auto" is "exact" with public rows. Without them both
@@ -673,8 +832,9 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
     def __init__(
         self,
         epsilon=1.0,
-        delta=1e-5,
+        delta=None,
         *,
+        allow_large_delta=False,
         target_range=None,
         fit_intercept=True,
         method="auto",
@@ -687,9 +847,10 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         random_state=None,
     ):
         super().__init__(
-            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
-            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
+            method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
+            secure=secure, random_state=random_state,
         )  # fmt: skip
         self.target_range = target_range
 
@@ -785,8 +946,9 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
     def __init__(
         self,
         epsilon=1.0,
-        delta=1e-5,
+        delta=None,
         *,
+        allow_large_delta=False,
         classes=None,
         fit_intercept=True,
         method="auto",
@@ -799,15 +961,19 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         random_state=None,
     ):
         super().__init__(
-            epsilon, delta, fit_intercept=fit_intercept, method=method, num_steps=num_steps,
-            l2_clip_norm=l2_clip_norm, learning_rate=learning_rate, row_norm_bound=row_norm_bound,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
+            method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
+            secure=secure, random_state=random_state,
         )  # fmt: skip
         self.classes = classes
 
     def _encode(self, y, y_public):
         known = self.classes if self.classes is not None else y_public
         labels = y if known is None else np.asarray(known)
+        if known is None and _is_mixed(y.tolist()):
+            # Here all labels together decide what the classes are, which the report says.
+            labels = np.asarray(y.tolist())
         # What defines the classes must be labels; elsewhere a number of any kind is no class.
         check_classification_targets(labels)
         self.classes_ = np.unique(labels)

@@ -363,7 +363,7 @@ class RunReport:
                     "records if the records are sensitive.",
                 )
             )
-        if self.num_examples is not None and self.delta > 1 / self.num_examples:
+        if self._has_large_delta:
             found.append(
                 Warned(
                     False,
@@ -444,6 +444,19 @@ class RunReport:
             + (", in integers on a lattice" if self.is_secure else "")
         )
 
+    @property
+    def _has_large_delta(self) -> bool:
+        return self.num_examples is not None and self.delta > 1 / self.num_examples
+
+    @property
+    def _size_of_delta(self) -> str:
+        if self._has_large_delta:
+            return (
+                "here above one over the number of records, where a mechanism that publishes a "
+                "record at random would pass"
+            )
+        return "to be kept far below one over the number of records"
+
     def answers(self) -> list[tuple[str, str]]:
         """What a reader asks, and the answers."""
         whom = {
@@ -467,7 +480,7 @@ class RunReport:
                 "How strongly?",
                 f"epsilon {upwards(self.epsilon)}, delta {upwards(self.delta, 6)}. Epsilon bounds "
                 "how much more likely any outcome can become through one record; delta is a small "
-                "allowance on top, to be kept far below one over the number of records",
+                f"allowance on top, {self._size_of_delta}",
             ),
             ("Which data sets must look alike?", self._neighbours),
             ("How were records read?", self._reading),

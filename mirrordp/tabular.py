@@ -25,7 +25,7 @@ from mirrordp import _files, accounting
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
-from mirrordp.data import UnprotectedWarning
+from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.tables import (
     TASKS,
@@ -242,7 +242,8 @@ def fit_files(
     target: str,
     task: str,
     epsilon: float,
-    delta: float,
+    delta: float | None = None,
+    allow_large_delta: bool = False,
     secure: bool = False,
     seed: int | None = None,
     categorical: Sequence[str] = (),
@@ -263,7 +264,9 @@ def fit_files(
         target: the column to predict.
         task: one of `mirrordp.tables.TASKS`.
         epsilon: ε.
-        delta: δ.
+        delta: δ; None for the budget's, or without a budget for what follows from the number of
+            rows (`accounting.default_delta`).
+        allow_large_delta: take a δ above one over the number of private rows.
         secure: noise from a cryptographic generator; see `mirrordp.estimators`.
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
@@ -288,6 +291,7 @@ def fit_files(
         )
     adjacency = Adjacency.ZERO_OUT
     if budget is not None:
+        delta = budget.status.delta if delta is None else delta
         adjacency = _adjacency_of(budget)
         # A run that is resumed may have been charged; what is still missing is asked for later.
         if checkpoint is None or not checkpoint.resume:
@@ -312,6 +316,13 @@ def fit_files(
     with stage(f"reading {private}"):
         batches = _mention_unused(read_batches(private, private=True), table)
         secret = encoding.encode(batches, private=True)
+    if rows_to_judge_by is not None:
+        test_x, test_y = rows_to_judge_by
+        refuse_private_rows(
+            PrivateData({"x": secret.features, "y": secret.target}),
+            PublicData({"x": test_x, "y": test_y}),
+            "test rows",
+        )
     if budget is not None and data_changed:
         # Binds the budget to the file, so only to one that could be read.
         with stage(f"comparing {private} with the data of the budget"):
@@ -321,6 +332,7 @@ def fit_files(
             task,
             epsilon=epsilon,
             delta=delta,
+            allow_large_delta=allow_large_delta,
             adjacency=adjacency.value,
             secure=secure,
             random_state=seed,

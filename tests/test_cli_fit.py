@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mirrordp import cli, tabular
+from mirrordp import cli, estimators, tabular
 from mirrordp.data import UNPROTECTED
 from mirrordp.tables import TableError, read_table
 
@@ -197,6 +197,7 @@ def test_the_folder_depends_on_private_rows_through_the_coefficients_alone(files
     contents = []
     for index, words in enumerate([("red", "blue"), ("blue", SECRET)]):
         make_table(files["private"], 400, 10 + index, words=words)
+        estimators._FITS.clear()  # as in a process of its own
         out = tmp_path / f"out{index}"
         assert cli.main(fit_options(files, out=out, seed=1)) == 0
         model = json.loads((out / "model.json").read_text())
@@ -216,6 +217,7 @@ def test_a_private_row_without_target_contributes_nothing(files, tmp_path, targe
         make_table(files["private"], 400, 0)
         with open(files["private"], "a") as file:
             file.write(f"401,{x},blue,{target}\n")
+        estimators._FITS.clear()  # as in a process of its own
         out = tmp_path / f"out{index}"
         assert cli.main(fit_options(files, out=out, seed=1)) == 0
         models.append((out / "model.json").read_text())
@@ -250,11 +252,35 @@ def test_a_column_of_the_private_table_alone_is_mentioned(capsys, files):
     assert not any("weight" in path.read_text() for path in files["out"].iterdir())
 
 
+def test_delta_follows_from_the_number_of_rows(capsys, files):
+    assert cli.main([*fit_options(files, delta=None), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["delta"] == 1e-5
+    files |= {"out": files["out"].with_name("second")}
+    make_table(files["private"], 10_001, 0)
+    assert cli.main([*fit_options(files, delta=None), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["delta"] == 1e-6
+
+
+def test_a_large_delta_can_be_confirmed(capsys, files):
+    assert cli.main([*fit_options(files, delta=0.01), "--allow-large-delta", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["delta"] == 0.01
+    assert "above 1/n" in captured.err
+    assert "above one over the number" in (files["out"] / "privacy_card.md").read_text()
+
+
 # Bad input.
 
 
 def spoil(files, name, old, new):
     files[name].write_text(files[name].read_text().replace(old, new))
+
+
+def reversed_rows(path):
+    header, *rows = path.read_text().splitlines()
+    copy = path.with_name("copy.csv")
+    copy.write_text("\n".join([header, *reversed(rows)]) + "\n")
+    return copy
 
 
 BAD = {
@@ -269,6 +295,18 @@ BAD = {
     "no public file": (lambda f: fit_options(f, public="none.csv"), "'none.csv' (No such file"),
     "a folder": (lambda f: fit_options(f, public=f["public"].parent), "directory"),
     "same file": (lambda f: fit_options(f, public=f["private"]), "two different files"),
+    "private rows in another order": (
+        lambda f: fit_options(f, public=reversed_rows(f["private"])),
+        "400 of 400 public rows that equal a private row",
+    ),
+    "private rows to judge by": (
+        lambda f: fit_options(f, test=reversed_rows(f["private"])),
+        "400 of 400 test rows that equal a private row",
+    ),
+    "delta above 1/n": (
+        lambda f: fit_options(f, delta=0.01),
+        "expected delta of at most 1/n = 0.0025 for n = 400 records, got 0.01",
+    ),
     "unknown target": (lambda f: fit_options(f, target="z"), "expected column 'z'"),
     "unknown column": (lambda f: fit_options(f, ignore="z"), "expected column 'z'"),
     "text target": (lambda f: fit_options(f, target="colour"), "numbers in the target 'colour'"),

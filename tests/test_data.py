@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp import Overlap, PrivateClients, PrivateData, PublicData, UnprotectedWarning, split
+from mirrordp import (
+    Overlap,
+    PrivateClients,
+    PrivateData,
+    PublicClients,
+    PublicData,
+    UnprotectedWarning,
+    split,
+)
 from mirrordp.data import UNPROTECTED, excluded_rows, require_private, require_public
 
 BOTH = pytest.mark.parametrize("kind", [PrivateData, PublicData])
@@ -113,8 +121,10 @@ class TestBadInput:
 
 class TestOverlap:
     def test_rows_that_are_also_public_are_masked_one_by_one(self):
-        private = rows()
-        public = {name: leaf[[4, 1, 1]] for name, leaf in private.items()}
+        private, others = rows(), rows(3, seed=1)
+        public = {
+            name: np.concatenate([leaf[[4, 1, 1]], others[name]]) for name, leaf in private.items()
+        }
         with pytest.warns(UnprotectedWarning, match="2 private rows equal a public row") as record:
             mask = excluded_rows(PrivateData(private), PublicData(public))
         assert UNPROTECTED in str(record[0].message)
@@ -130,7 +140,8 @@ class TestOverlap:
 
     def test_each_row_is_judged_by_itself(self):
         """Changing one private row changes the mask in that place only."""
-        private, public = rows(), rows()
+        private, others = rows(), rows(seed=1)
+        public = {name: np.concatenate([leaf, others[name]]) for name, leaf in rows().items()}
         with pytest.warns(UnprotectedWarning):
             before = excluded_rows(PrivateData(private), PublicData(public))
         private["x"][3] += 1
@@ -140,10 +151,26 @@ class TestOverlap:
 
     def test_refuse(self):
         with pytest.raises(
-            ValueError, match=r"6 private rows equal a public row.*'refuse'"
+            ValueError, match=r"2 private rows equal a public row.*'refuse'"
         ) as caught:
-            excluded_rows(PrivateData(rows()), PublicData(rows()), Overlap.REFUSE)
+            excluded_rows(PrivateData(rows()), PublicData(self.few_private()), Overlap.REFUSE)
         assert UNPROTECTED in str(caught.value)
+
+    def few_private(self):
+        """Two private rows among eight public ones."""
+        others = rows(seed=1)
+        return {name: np.concatenate([leaf[:2], others[name]]) for name, leaf in rows().items()}
+
+    @pytest.mark.parametrize("overlap", Overlap)
+    def test_public_rows_that_are_mostly_private_are_refused(self, overlap):
+        """A public gradient of private rows has no noise, whatever the private part does."""
+        private = rows(40)
+        public = {name: leaf[::2] for name, leaf in private.items()}
+        with pytest.raises(
+            ValueError, match="20 of 20 public rows that equal a private row"
+        ) as bad:
+            excluded_rows(PrivateData(private), PublicData(public), overlap)
+        assert UNPROTECTED in str(bad.value)
 
     def test_refuse_without_overlap(self):
         mask = excluded_rows(PrivateData(rows()), PublicData(rows(seed=1)), Overlap.REFUSE)
@@ -182,3 +209,121 @@ class TestSplit:
     def test_bad_fraction(self, bad):
         with pytest.raises(ValueError, match=r"public_fraction must be a number in \(0, 1\)"):
             split(np.arange(10.0), public_fraction=bad, seed=0)
+
+
+def users_of(odd, kind=np.uint8):
+    """Five users with rows of one dtype, and the odd one among them."""
+    usual = [np.array([[200, 3], [k, 100]], kind) for k in range(5)]
+    return [*usual[:2], odd, *usual[2:]], usual
+
+
+class TestNobodyChangesTheNumbersOfAnother:
+    """Rows of several people meet in one array, whose dtype one of them must not decide."""
+
+    @pytest.mark.parametrize(
+        ("kind", "odd_kind"),
+        [
+            (np.uint8, np.uint16),
+            (np.uint8, np.int16),
+            (np.int32, np.int64),
+            (np.float16, np.float32),
+            (np.float32, np.float64),
+            (np.int32, np.float32),
+            (np.uint8, bool),
+        ],
+    )
+    def test_another_dtype_is_refused(self, kind, odd_kind):
+        """A byte wraps around at 256; as uint16, which one user had, it does not."""
+        users, _ = users_of(np.ones((1, 2), odd_kind), kind)
+        with pytest.raises(TypeError, match=r"the same dtypes, got .* for user 2") as error:
+            PrivateClients.from_users(users)
+        assert UNPROTECTED in str(error.value)
+        assert "dtypes=" in str(error.value)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            np.array([[1, 2]], np.uint16),
+            np.array([[1.0, 2.0]]),
+            np.array([[True, False]]),
+            np.zeros((0, 2)),
+            np.zeros((0, 2), object),
+        ],
+    )
+    def test_declared_dtypes_hold_for_each_user_alone(self, odd):
+        users, usual = users_of(odd)
+        made = PrivateClients.from_users(users, dtypes=np.uint8)
+        assert made.arrays.dtype == np.uint8
+        np.testing.assert_array_equal(made.user(2), odd.astype(float))
+        others = [made.user(number) for number in (0, 1, 3, 4, 5)]
+        for found, expected in zip(others, usual, strict=True):
+            assert found.tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            np.array([[1, 256]]),
+            np.array([[1, -1]]),
+            np.array([[1.0, 0.5]]),
+            np.array([[1.0, np.nan]]),
+            np.array([[1j, 1]]),
+            np.array([["1", "2"]]),
+            np.array([[1, 2]], "m8[s]"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, odd):
+        users, _ = users_of(odd)
+        with pytest.raises(ValueError, match=r"declared dtypes, .* become uint8 for user 2") as bad:
+            PrivateClients.from_users(users, dtypes=np.uint8)
+        assert UNPROTECTED in str(bad.value)
+        wide, _ = users_of(np.array([[-1]], np.int64), np.uint64)
+        with pytest.raises(ValueError, match=r"int64 that cannot become uint64"):
+            PrivateClients.from_users([user[:, :1] for user in wide], dtypes=np.uint64)
+
+    def test_dtypes_of_a_tree_and_of_public_users(self):
+        public = PublicClients.from_users(
+            [{"x": np.ones((1, 2), np.float32), "y": np.zeros(1, "i4")}]
+        )
+        user = {"x": np.array([[1.1, 2]]), "y": np.array([1])}
+        for dtypes in (public.arrays, {"x": np.float32, "y": "int32"}):
+            made = PrivateClients.from_users([user], dtypes=dtypes)
+            assert (made.arrays["x"].dtype, made.arrays["y"].dtype) == (np.float32, np.int32)
+        with pytest.raises(ValueError, match="dtypes must be one dtype or a tree like a user's"):
+            PrivateClients.from_users([user], dtypes={"x": np.float32, "z": np.int32})
+
+    @pytest.mark.parametrize("odd", [2.5, "x", "7", b"y", np.float32(0.5), 2**70])
+    def test_another_type_of_name(self, odd):
+        """1 as 1.0 or '1' would keep other rows of all users, and sort them in another order."""
+        owners = np.repeat(np.arange(1, 13), 20).tolist()
+        rows = np.arange(len(owners) + 20.0)
+        made = [
+            PrivateClients.from_rows(rows, [*owners, *[name] * 20], max_examples_per_user=3)
+            for name in (0, odd)
+        ]
+        kept = [
+            {str(name): data.user(number).tolist() for number, name in enumerate(data.ids)}
+            for data in made
+        ]
+        for name in map(str, range(1, 13)):
+            if name != str(odd):
+                assert kept[0][name] == kept[1][name]
+        order = [[n for n in data.ids if n not in (0, 7, odd)] for data in made]
+        assert order[0] == order[1] == [*range(1, 7), *range(8, 13)]
+
+    def test_an_array_of_names_that_another_dtype_holds(self):
+        owners = np.repeat(np.arange(1, 13), 20)
+        first, second = (
+            PrivateClients.from_rows(np.arange(240.0), names, max_examples_per_user=3)
+            for names in (owners, owners.astype(float))
+        )
+        np.testing.assert_array_equal(first.arrays, second.arrays)
+        text = PrivateClients.from_rows(
+            np.arange(240.0), owners.astype(str), max_examples_per_user=3
+        )
+        np.testing.assert_array_equal(first.arrays, text.arrays)
+
+    @BOTH
+    def test_durations_are_no_numbers(self, kind):
+        """NumPy counts them among the integers; one row in seconds turns days into seconds."""
+        with pytest.raises(TypeError, match=r"must hold numbers, got dtype timedelta64"):
+            kind(np.array([1, 2], "m8[D]"))

@@ -1,12 +1,19 @@
 """The closed-form descent against its oracles, and the estimators against their contract."""
 
+import re
 import warnings
+from decimal import Decimal
+from fractions import Fraction
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import mirrordp
@@ -273,6 +280,11 @@ def draw(task, rows, seed=0):
     return x * SCALES + 5 * SCALES, y
 
 
+def draw_line(rows):
+    x = np.random.default_rng(1).normal(size=(rows, 1))
+    return x, x[:, 0] + np.random.default_rng(2).normal(size=rows)
+
+
 def test_loss(task, model, x, y):
     if task == "regression":
         return np.mean((model.predict(x) - y) ** 2)
@@ -355,6 +367,34 @@ class TestContract:
         report = model.fit(x, y, *draw("binary", 40, seed=1)).privacy_
         assert (report.charged_steps, report.l2_clip_norm) == (5, 0.5)
         assert report.results["learning_rate"] == 0.3
+
+    @pytest.mark.parametrize(
+        ("rows", "delta"), [(60, 1e-5), (10_000, 1e-5), (10_001, 1e-6), (300_000, 1e-7)]
+    )
+    def test_delta_follows_from_the_number_of_rows(self, rows, delta):
+        """At 1e-5 and 300,000 rows, publishing one row at random would pass."""
+        x = np.random.default_rng(0).normal(size=(rows, 1))
+        model = PrivateLinearRegression(num_steps=1, random_state=0)
+        model.fit(x, x[:, 0], *draw_line(60))
+        assert model.privacy_.delta == delta
+        assert model.delta is None
+        assert model.privacy_.epsilon <= 1
+
+    def test_a_delta_above_1_over_n_is_refused_before_anything_is_spent(self, tmp_path):
+        x, y = draw("regression", 60)
+        public = draw("regression", 60, seed=1)
+        with mirrordp.Budget.create(
+            tmp_path / "budget", epsilon=9.0, delta=0.02, data=mirrordp.PrivateData(x)
+        ) as budget:
+            with pytest.raises(ValueError, match=r"delta of at most 1/n = 0.017 .* got 0.02"):
+                PrivateLinearRegression(delta=0.02).fit(x, y, *public, budget=budget)
+            assert budget.status.charges == 0
+            model = PrivateLinearRegression(delta=0.02, allow_large_delta=True)
+            with pytest.warns(UserWarning, match="above 1/n"):
+                model.fit(x, y, *public, budget=budget)
+            assert budget.status.charges == 1
+        assert "above one over the number of records" in model.privacy_.privacy_card()
+        PrivateLinearRegression(delta=1 / 60, random_state=0).fit(x, y, *public)
 
     def test_replace_needs_twice_the_noise(self):
         x, y = draw("binary", 200)
@@ -510,6 +550,45 @@ class TestCopies:
         assert model.privacy_.num_examples == len(x)
         assert UNPROTECTED not in model.privacy_.to_json()
 
+    @pytest.mark.parametrize("public", ["all", "shuffled", "half and others"])
+    def test_private_rows_are_refused_as_public_ones(self, task, public, tmp_path):
+        x, y = draw(task, 60)
+        budget = mirrordp.Budget.create(
+            tmp_path / "budget", epsilon=1.0, delta=1e-5, data=mirrordp.PrivateData(x)
+        )
+        others = draw(task, 20, seed=1)
+        order = {
+            "all": np.arange(60),
+            "shuffled": np.random.default_rng(0).permutation(60),
+            "half and others": np.arange(0, 60, 2),
+        }[public]
+        public_x, public_y = x[order], y[order]
+        if public == "half and others":
+            public_x, public_y = np.concatenate([public_x, others[0]]), [*public_y, *others[1]]
+        expected = f"{len(order)} of {len(public_x)} public rows that equal a private row"
+        with budget, pytest.raises(ValueError, match=expected) as error:
+            TASKS[task](random_state=0).fit(x, y, public_x, public_y, budget=budget)
+        assert UNPROTECTED in str(error.value)
+        assert budget.status.charges == 0
+
+    def test_the_same_table_is_refused_also_where_rows_repeat(self):
+        rng = np.random.default_rng(0)
+        x = np.eye(3)[rng.integers(3, size=200)]
+        y = x[:, 0].astype(int)
+        order = rng.permutation(200)
+        with pytest.raises(ValueError, match="200 of 200 public rows that equal a private row"):
+            PrivateLogisticRegression(random_state=0).fit(x, y, x[order], y[order])
+
+    def test_different_public_rows_of_few_values_are_no_private_rows(self, sums):
+        """Ten rows that differ, and every one of them is common among the private ones."""
+        rng = np.random.default_rng(0)
+        x_public = np.arange(10.0)[:, None]
+        x = rng.integers(10, size=(300, 1)).astype(float)
+        PrivateLinearRegression(num_steps=1, random_state=0).fit(
+            x, x[:, 0], x_public, x_public[:, 0]
+        )
+        assert len(sums) == 1
+
     def test_equal_features_with_another_target_are_no_copy(self, sums):
         x, y = draw("binary", 40)
         public = draw("binary", 60, seed=1)
@@ -530,6 +609,104 @@ class TestCopies:
             model = PrivateLogisticRegression(**options).fit(x, y, x_public, y_public)
         assert np.linalg.norm(sums[0][0]) > 0
         assert list(model.classes_) == ["no", "yes"]
+
+
+class TestNobodyChangesTheNumbersOfAnother:
+    """What one row holds must not decide how the numbers of the others are read."""
+
+    ROW = 3
+    ODD = (7, True, "5", np.float32(0.1), Fraction(1, 3), Decimal("0.1"), 2**70, np.float16(2))
+
+    def rows(self, monkeypatch, estimator, x, y, public):
+        """What the descent is given: features, targets and which rows count."""
+        seen = []
+
+        def record(family, theta, rows, mechanism, **options):
+            seen.append(rows)
+            return theta
+
+        monkeypatch.setattr(linear, "private_descent", record)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            estimator.fit(x, y, *public)
+        others = np.arange(len(seen[0].targets)) != self.ROW
+        counts = np.ones(len(others), bool) if seen[0].counts is None else seen[0].counts
+        return [part[others].tobytes() for part in (seen[0].features, seen[0].targets, counts)]
+
+    @pytest.mark.parametrize("odd", ODD, ids=repr)
+    @pytest.mark.parametrize("form", [list, "objects", "frame"])
+    @pytest.mark.parametrize("fit_intercept", [True, False])
+    def test_one_feature_of_another_type(self, monkeypatch, odd, form, fit_intercept):
+        import pandas
+
+        x, y = draw("regression", 40)
+        public = draw("regression", 60, seed=1)
+        found = []
+        for cell in (0.5, odd):
+            rows = x.astype(np.float32).tolist()
+            rows[self.ROW][2] = cell
+            if form == "objects":
+                rows = np.array(rows, object)
+            elif form == "frame":
+                rows = pandas.DataFrame(rows)
+            estimator = PrivateLinearRegression(5.0, fit_intercept=fit_intercept, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, rows, y, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("odd", ODD, ids=repr)
+    @pytest.mark.parametrize("kind", [int, float, np.float32, np.float16, np.uint8, bool])
+    def test_one_target_of_another_type(self, monkeypatch, odd, kind):
+        """Among float32 numbers a text made text of all: 0.1 was read back as another number."""
+        x, y = draw("count", 40)
+        public = draw("count", 60, seed=1)
+        found = []
+        for target in (kind(1), odd):
+            targets = [kind(value / 3) for value in y.tolist()]
+            targets[self.ROW] = target
+            estimator = PrivatePoissonRegressor(5.0, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, x, targets, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("odd", ["secret", 0.5, None, b"1", 1j, np.datetime64("2020-01-01")])
+    @pytest.mark.parametrize("kind", [int, np.uint8, np.float32, str, np.bool_])
+    def test_one_label_of_another_type(self, monkeypatch, odd, kind):
+        x, y = draw("binary", 40)
+        public_x, public_y = draw("binary", 60, seed=1)
+        public = (public_x, np.array([kind(label) for label in public_y.tolist()]))
+        found = []
+        for label in (kind(1), odd):
+            labels = [kind(label) for label in y.tolist()]
+            labels[self.ROW] = label
+            estimator = PrivateLogisticRegression(5.0, random_state=0)
+            found.append(self.rows(monkeypatch, estimator, x, labels, public))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("kind", ["M8[D]", "m8[s]", "M8[ns]", str, bytes])
+    def test_arrays_whose_unit_or_spelling_follows_from_all_rows_are_refused(self, kind):
+        """One time in seconds among days counts all of them in seconds, 86,400 times as much."""
+        import pandas
+
+        x, y = draw("regression", 50)
+        odd = np.round(x).astype(int).astype(kind)
+        text = np.round(y).astype(int).astype(kind)
+        rows = [odd] if kind in (str, bytes) else [odd, pandas.DataFrame(odd)]
+        for bad in rows:
+            with pytest.raises(ValueError, match=r"X must hold numbers, got (dates|text)") as error:
+                PrivateLinearRegression().fit(bad, y)
+            assert UNPROTECTED in str(error.value)
+            with pytest.raises(ValueError, match="X_public must hold numbers"):
+                PrivateLinearRegression().fit(x, y, bad, y)
+        with pytest.raises(ValueError, match="y must hold numbers"):
+            PrivateLinearRegression().fit(x, text)
+        if kind not in (str, bytes):
+            with pytest.raises(ValueError, match="y_public must hold numbers or text, got dates"):
+                PrivateLogisticRegression().fit(x, y, x, text)
+
+    def test_labels_that_are_times_are_refused(self):
+        x, y = draw("binary", 40)
+        public = draw("binary", 60, seed=1)
+        with pytest.raises(ValueError, match="y must hold numbers or text, got dates"):
+            PrivateLogisticRegression().fit(x, y.astype("M8[ns]"), *public)
 
 
 class TestPrivacy:
@@ -619,6 +796,143 @@ class TestPrivacy:
         x[:, -1] = np.arange(100)
         model = PrivateLinearRegression(random_state=0).fit(x, y, public_x, public_y)
         assert model.coef_[-1] == 0
+
+
+class TestRepeatedFits:
+    """Twenty fits to choose from are twenty releases; the report of the best must not hide it."""
+
+    GRID: ClassVar = {"l2_clip_norm": [0.5, 1.0], "num_steps": [2, 4]}
+
+    def search(self, kind, x, y, public, pipeline=False, **options):
+        """Returns the best estimator's report, and what the operator was told of repeated fits."""
+        estimator = PrivateLinearRegression(random_state=0)
+        grid = self.GRID
+        named = dict(zip(("X_public", "y_public"), public, strict=True))
+        if pipeline:
+            estimator = make_pipeline(StandardScaler(), estimator)
+            name = "privatelinearregression"
+            grid = {f"{name}__{key}": value for key, value in grid.items()}
+            named = {f"{name}__{key}": value for key, value in named.items()}
+        search = kind(estimator, grid, cv=5, **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            search.fit(x, y, **named)
+        best = search.best_estimator_
+        told = [str(w.message) for w in seen if "private fits" in str(w.message)]
+        return (best[-1] if pipeline else best).privacy_, told
+
+    @staticmethod
+    def together(fits, epsilon=1.0, delta=1e-5):
+        """ε of so many fits at ε each, by the accountant of a ledger."""
+        one = mirrordp.Mechanism.calibrate(
+            epsilon=epsilon, delta=delta, sampling=mirrordp.FullBatch.of(100), num_steps=1,
+            l2_clip_norm=1.0,
+        )  # fmt: skip
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        for _ in range(fits):
+            ledger.charge(one.event)
+        return ledger.epsilon(delta).epsilon
+
+    @pytest.mark.parametrize("pipeline", [False, True])
+    def test_a_search_says_what_all_of_its_fits_cost(self, pipeline):
+        data = (*draw("regression", 100), draw("regression", 60, seed=1))
+        report, told = self.search(GridSearchCV, *data, pipeline)
+        total = self.together(21)
+        assert report.tuning.startswith("not charged: num_steps, l2_clip_norm: given by the caller")
+        assert "one of 21 fits" in report.tuning
+        (stated,) = map(float, re.findall(r"epsilon (\d+\.\d+) together", report.tuning))
+        assert total * 0.98 < stated < total * 1.02
+        assert not stated < self.together(20) * 0.98
+        first, last = told
+        assert "one of 2 private fits" in first
+        assert "one of 21 private fits" in last
+        assert re.findall(r"epsilon (\d+\.\d+) together", last) == [f"{stated:.4g}"]
+        assert any("not charged" in warned.title for warned in report.warnings())
+
+    def test_a_search_in_other_processes(self):
+        """Their fits are not seen here; that copies were made for them is."""
+        data = (*draw("regression", 100), draw("regression", 60, seed=1))
+        report, told = self.search(GridSearchCV, *data, n_jobs=2)
+        (fits,) = map(int, re.findall(r"one of (\d+) fits", report.tuning))
+        assert 21 <= fits <= 23
+        assert "in other processes" in told[-1]
+
+    def test_cross_validation_warns_once(self):
+        x, y = draw("regression", 102)
+        x_public, y_public = draw("regression", 60, seed=1)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = cross_validate(
+                PrivateLinearRegression(random_state=0), x, y, cv=5, return_estimator=True,
+                params={"X_public": x_public, "y_public": y_public},
+            )["estimator"]  # fmt: skip
+        told = [str(w.message) for w in seen if "private fits" in str(w.message)]
+        assert len(told) == 1
+        assert "one of 2 private fits" in told[0]
+        assert f"20 fits like this one have {self.together(20):.1f}"[:-1] in told[0]
+        assert "one of 5 fits" in found[-1].privacy_.tuning
+
+    def test_fits_in_a_loop(self):
+        x, y = draw("binary", 100)
+        public = draw("binary", 60, seed=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PrivateLogisticRegression(random_state=0).fit(x, y, *public)
+        with pytest.warns(UserWarning, match="one of 2 private fits"):
+            second = PrivateLogisticRegression(random_state=1).fit(x, y, *public)
+        assert "one of 2 fits" in second.privacy_.tuning
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            third = PrivateLogisticRegression(random_state=2).fit(x, y, *public)
+            other = PrivateLogisticRegression(random_state=2).fit(x[:70], y[:70], *public)
+        assert "one of 3 fits" in third.privacy_.tuning
+        assert other.privacy_.tuning.startswith("nothing to charge: all settings follow from")
+
+    def test_a_report_tells_the_same_whoever_is_in_two_tables(self):
+        """Whether rows of two fits are equal depends on private rows: it decides nothing here."""
+        public = draw("regression", 60, seed=1)
+        texts = []
+        for seed in (0, 5):
+            estimators._FITS.clear()
+            PrivateLinearRegression(random_state=0).fit(*draw("regression", 100), *public)
+            with pytest.warns(UserWarning, match="one of 2 private fits"):
+                model = PrivateLinearRegression(random_state=0).fit(
+                    *draw("regression", 100, seed=seed), *public
+                )
+            texts.append(model.privacy_.tuning)
+        assert texts[0] == texts[1]
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({}, "nothing to charge: all settings follow from public rows and the budget"),
+            ({"num_steps": 3}, "not charged: num_steps: given by the caller, and how they were"),
+            ({"fit_intercept": False, "method": "dpsgd"}, "not charged: method, fit_intercept: "),
+            ({"target_range": np.array([0, 15])}, "not charged: target_range: given"),
+            ({"epsilon": 2.0, "adjacency": "replace"}, "nothing to charge"),
+        ],
+    )
+    def test_settings_that_were_given(self, settings, text):
+        model = PrivateLinearRegression(**settings, random_state=0)
+        model.fit(*draw("regression", 100), *draw("regression", 60, seed=1))
+        assert model.privacy_.tuning.startswith(text)
+
+    def test_fits_on_a_budget_are_charged(self, tmp_path):
+        x, y = draw("regression", 100)
+        public = draw("regression", 60, seed=1)
+        with (
+            mirrordp.Budget.create(
+                tmp_path / "budget", epsilon=3.0, delta=1e-5, data=mirrordp.PrivateData(x)
+            ) as budget,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            for steps in (2, 4):
+                model = PrivateLinearRegression(0.5, num_steps=steps).fit(
+                    x, y, *public, budget=budget
+                )
+        assert model.privacy_.tuning.startswith("charged, as far as it was made by what runs")
+        assert "share one budget" in model.privacy_.privacy_card()
 
 
 class TestMistakes:
@@ -811,7 +1125,7 @@ class TestMistakes:
             PrivateLinearRegression(random_state=0).fit(x, y + 1000, x_public, y_public)
         unusable = np.arange(200) < 150  # such as rows without a target, which have a zero there
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UnprotectedWarning)
             PrivateLinearRegression(random_state=0).fit(
                 x, np.where(unusable, -99, y), x_public, y_public, counts=~unusable
             )
@@ -828,6 +1142,7 @@ class TestMistakes:
         x, y = draw(task, 50)
         with pytest.warns(UserWarning, match="nothing is scaled"):
             TASKS[task](random_state=0).fit(x, y)
+        estimators._FITS.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             TASKS[task](row_norm_bound=10.0, random_state=0).fit(x, y)

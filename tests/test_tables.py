@@ -477,3 +477,69 @@ def test_good_tables_cause_no_warning(tmp_path):
         warnings.simplefilter("error")
         encode(found, tmp_path, PUBLIC)
     assert isinstance(table(tmp_path, PUBLIC), Table)
+
+
+# One row among others: what it says decides nothing about how the others are read.
+
+
+ODD_CELLS = ("x", "", "NA", "1e400", "-7", "0.1", "1_0", " 5 ", "٣", "12345678901234567890", "True")
+
+
+@pytest.mark.parametrize("odd", ODD_CELLS)
+@pytest.mark.parametrize("categorical", [False, True])
+def test_an_odd_cell_changes_no_other_row(tmp_path, odd, categorical):
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.normal():.17g},{rng.integers(3)},{rng.integers(9)}" for _ in range(60)]
+    learned = learn_encoding(
+        table(tmp_path, "\n".join(["a,b,y", *rows])),
+        target="y",
+        task="classification",
+        categorical=["b"] if categorical else [],
+    )
+    found = []
+    for cells in ("0.5,1,3", f"{odd},{odd},{odd}"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            text = "\n".join(["a,b,y", *rows[:7], cells, *rows[7:]])
+            found.append(encode(learned.encoding, tmp_path, text))
+    others = np.arange(61) != 7
+    for name in ("features", "target", "unusable"):
+        usual, changed = (getattr(table, name)[others] for table in found)
+        assert usual.dtype == changed.dtype
+        assert usual.tobytes() == changed.tobytes()
+
+
+@pytest.mark.parametrize("digits", [0, 4, 14, 26])
+def test_the_digits_of_one_decimal_do_not_round_the_others(tmp_path, digits):
+    """The type of a Parquet column of decimals has as many digits as its longest number."""
+    arrow = pytest.importorskip("pyarrow")
+    from decimal import Decimal
+
+    rng = np.random.default_rng(0)
+    texts = [f"{rng.random() * 10 ** rng.integers(0, 8):.6f}" for _ in range(500)]
+    odd = Decimal("0.500000" + "0" * (digits - 1) + "1" * (digits > 0))
+    values = arrow.array([*map(Decimal, texts), odd, None])
+    arrow.parquet.write_table(arrow.table({"x": values}), tmp_path / "d.parquet")
+    cells = read_table(tmp_path / "d.parquet").columns["x"]
+    np.testing.assert_array_equal(cells[:-2], [float(text) for text in texts])
+    assert np.isnan(cells[-1])
+
+
+@pytest.mark.parametrize("written", ["{}", "{}.0", "{}.00", "+{}", "{}e0"])
+def test_codes_are_known_however_a_program_wrote_the_numbers(tmp_path, written):
+    """One gap, and pandas writes 1.0 for every 1 of the column: all rows had unknown codes."""
+    public = "c,y\n" + "".join(f"{k % 3},{k % 5}\n" for k in range(60))
+    encoding = learn(tmp_path, public, categorical=["c"]).encoding
+    private = "c,y\n" + "".join(f"{written.format(k % 3)},1\n" for k in range(12))
+    found = encode(encoding, tmp_path, private).features
+    np.testing.assert_array_equal(found, np.eye(3)[np.arange(12) % 3])
+
+
+@pytest.mark.parametrize("codes", [("1", "1.0"), ("007", "7"), ("01", "2")])
+def test_codes_that_are_names_stay_names(tmp_path, codes):
+    public = "c,y\n" + "".join(f"{codes[k % 2]},{k % 5}\n" for k in range(60))
+    encoding = learn(tmp_path, public, categorical=["c"]).encoding
+    assert encoding.columns[0].categories == tuple(sorted(codes))
+    found = encode(encoding, tmp_path, f"c,y\n{codes[0]},1\n{codes[1]},1\n7.00,1\n").features
+    np.testing.assert_array_equal(found.sum(axis=1), [1, 1, 0])
+    assert (found[0] != found[1]).any()

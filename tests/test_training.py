@@ -554,7 +554,7 @@ class TestWhatIsShown:
 
 
 class TestOverlap:
-    overlapping = PublicData(X[[3, 8, 8]])
+    overlapping = PublicData(np.concatenate([X[[3, 8, 8]], 2 * X[:3]]))
 
     def test_masked_rows_contribute_nothing_and_n_stays(self):
         found = FULL()

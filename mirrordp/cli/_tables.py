@@ -77,8 +77,13 @@ def _add_fit(commands: Any) -> None:
         "--delta",
         type=open_unit_interval,
         metavar="D",
-        help="delta, below one over the number of private rows (default: that of the budget, or "
-        "1e-05)",
+        help="delta, well below one over the number of private rows N (default: that of the "
+        "budget; without one, 1/(10 N) rounded down to a power of ten, and at most 1e-05)",
+    )
+    fit.add_argument(
+        "--allow-large-delta",
+        action="store_true",
+        help="take a delta above 1/N, at which publishing one row at random would pass",
     )
     fit.add_argument(
         "--out",
@@ -179,14 +184,14 @@ def _fit(arguments: argparse.Namespace) -> int:
             if arguments.budget is not None:
                 budget = stack.enter_context(Budget.open(arguments.budget, wait=arguments.wait))
                 charged_to.append((budget, budget.status.charges))
-            delta = arguments.delta or (1e-5 if budget is None else budget.status.delta)
             fitted = tabular.fit_files(
                 arguments.private,
                 arguments.public,
                 target=arguments.target,
                 task=arguments.task,
                 epsilon=arguments.epsilon,
-                delta=delta,
+                delta=arguments.delta,
+                allow_large_delta=arguments.allow_large_delta,
                 secure=arguments.secure,
                 seed=arguments.seed,
                 categorical=arguments.categorical,

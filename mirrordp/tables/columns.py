@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import TypeAlias
 
 import numpy as np
@@ -125,7 +126,11 @@ class NumberColumn:
 
 @dataclasses.dataclass(frozen=True)
 class CategoryColumn:
-    """A 0/1 feature for each category; a cell that is none of them has all zeros."""
+    """A 0/1 feature for each category; a cell that is none of them has all zeros.
+
+    Categories that are all numbers are compared as numbers, so that 1 is 1.0: a program that writes
+    a file may change the spelling of a whole column because of one of its cells.
+    """
 
     name: str
     categories: tuple[str, ...]
@@ -142,17 +147,21 @@ class CategoryColumn:
         """Fills the columns of `out` that belong to `features`."""
         texts, which = distinct_texts(cells)
         counts = np.bincount(which, minlength=len(texts))
-        position = {category: index for index, category in enumerate(self.categories)}
-        position[""] = len(position) if self.marks_missing else position[self.most_common]
+        are_numbers = labels_are_numbers(self.categories)
+        names = [label_of(category, are_numbers) for category in self.categories]
+        position = {name: index for index, name in enumerate(names)}
+        most_common = label_of(self.most_common, are_numbers)
+        position[""] = len(position) if self.marks_missing else position[most_common]
         rows = np.zeros((len(texts), len(self.features)))
         text_only = all(number(category) is None for category in self.categories)
         for index, text in enumerate(texts):
-            if text in position:
-                rows[index, position[text]] = 1.0
+            name = label_of(text, are_numbers)
+            if name in position:
+                rows[index, position[name]] = 1.0
             if text:
                 tally.filled += int(counts[index])
                 tally.wrong += int(counts[index]) if text_only and number(text) is not None else 0
-                tally.unfamiliar += int(counts[index]) if text not in position else 0
+                tally.unfamiliar += int(counts[index]) if name not in position else 0
         out[:] = rows[which]
 
 
@@ -204,6 +213,13 @@ Target: TypeAlias = NumberTarget | ClassTarget
 def not_counts(values: np.ndarray) -> np.ndarray:
     """Where there is a number that is no count."""
     return ~np.isnan(values) & ((values < 0) | (values != np.floor(values)))
+
+
+def labels_are_numbers(labels: Collection[str]) -> bool:
+    """Whether labels are different numbers; codes such as 007 are names."""
+    if any(number(label) is None or re.match(r"[+-]?0\d", label) for label in labels):
+        return False
+    return len({label_of(label, True) for label in labels}) == len(labels)
 
 
 def label_of(text: str, are_numbers: bool) -> str:

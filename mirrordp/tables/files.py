@@ -4,6 +4,7 @@ import collections
 import csv
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -179,7 +180,11 @@ def _parquet_cells(path: Path, name: str, column: Any) -> Cells:
     if types.is_boolean(kind):
         words = {True: "true", False: "false", None: ""}
         return tuple(words[value] for value in column.to_pylist())
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+    if types.is_decimal(kind):
+        # Arrow's cast rounds by the digits of the column, which its longest number decides.
+        exact = (math.nan if value is None else float(value) for value in column.to_pylist())
+        return np.fromiter(exact, np.float64, len(column))
+    if types.is_integer(kind) or types.is_floating(kind):
         return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
     if types.is_string(kind) or types.is_large_string(kind):
         return tuple("" if value is None else value for value in column.to_pylist())
