@@ -10,7 +10,6 @@ model.
 import dataclasses
 import enum
 import hashlib
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _validate
+from mirrordp._warn import warn
 from mirrordp.types import PyTree
 
 _HIDDEN = "{}(<rows that are not printed>)"
@@ -580,10 +580,9 @@ def _announce(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
             f"{message}, and overlap='refuse' was asked for. Remove them from one of the two "
             f"sides or pass overlap=Overlap.DROP. {UNPROTECTED}"
         )
-    warnings.warn(
+    warn(
         f"{UNPROTECTED} {message}; they contribute nothing to training.",
         UnprotectedWarning,
-        stacklevel=4,
     )
 
 

@@ -32,6 +32,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from mirrordp import _fingerprint, _validate, linear
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -398,12 +399,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             found += ["y"] if _mostly_beyond(y, y_public) else []
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            warnings.warn(
+            warn(
                 f"{UNPROTECTED} most private values are beyond the range of public ones in "
                 f"{', '.join(found[:5])}{more}. Give both tables the same units: a Pipeline "
                 "transforms X, but not X_public.",
                 UnprotectedWarning,
-                stacklevel=3,
             )
 
     def _mechanism(self, num_private: int, settings: Settings, noise: Noise) -> Mechanism:
@@ -482,11 +482,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         """DP-SGD from zero, in the features as they are or divided by the caller's bound."""
         bound = self.row_norm_bound
         if bound is None:
-            warnings.warn(
+            warn(
                 "without public rows and without row_norm_bound nothing is scaled, and the clip "
                 "norm is a guess. Pass X_public and y_public, or bounds that you know beforehand.",
                 UserWarning,
-                stacklevel=3,
             )
         scaling = _Scaling(
             shift=np.zeros(width),
@@ -820,11 +819,10 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
             )
         targets, counts = self._one_hot(y)
         if not counts.all():
-            warnings.warn(
+            warn(
                 f"{UNPROTECTED} {int((~counts).sum())} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",
                 UnprotectedWarning,
-                stacklevel=3,
             )
         public_targets = prior = None
         if y_public is not None:

@@ -37,6 +37,7 @@ from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     bounded,
+    check_trainable,
     float32_or_wider,
     frozen_mask,
     merge,
@@ -67,7 +68,6 @@ from mirrordp.training import (
     check_charged_steps,
     check_loss,
     check_options,
-    check_trainable,
     described_loss,
     described_step,
     fits_on_device,
@@ -813,7 +813,7 @@ def federated_train(
         )
     check_trainable(trainable_part(params, step._mask))
     check_loss("loss_fn", loss_fn, params, private.arrays)
-    warn_of_unused(loss_fn, params, step._mask, private.arrays, stacklevel=3)
+    warn_of_unused(loss_fn, params, step._mask, private.arrays)
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
     ledger_for(mechanism.adjacency, ledger)

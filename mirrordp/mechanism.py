@@ -6,7 +6,6 @@ noise, `mean` divides by a public constant, and `event` says what that costs.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 
 from mirrordp import _validate, accounting, ghost
+from mirrordp._warn import warn
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
 from mirrordp.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
@@ -266,9 +266,8 @@ class Mechanism:
 def _warn_large_delta(delta: float, sampling: Sampling) -> None:
     n = sampling.num_examples
     if n is not None and delta > 1 / n:
-        warnings.warn(
+        warn(
             f"delta={delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a random "
             "record would qualify. Choose a delta well below 1/n.",
             UserWarning,
-            stacklevel=3,
         )

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from dp_accounting import gaussian_mechanism
 
 from mirrordp import _files, accounting
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -357,12 +357,11 @@ def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
         yield batch
         unused = [name for name in batch.columns if name not in public.columns]
         if number == 0 and unused:
-            warnings.warn(
+            warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
                 f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
                 "add what should be to the public table.",
                 UnprotectedWarning,
-                stacklevel=2,
             )
 
 

@@ -3,11 +3,11 @@
 import argparse
 import json
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from mirrordp import accounting
+from mirrordp._warn import warn
 from mirrordp.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.cli._common import (
     UsageError,
@@ -156,10 +156,9 @@ def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent
             "batch."
         )
     if n is not None and arguments.delta > 1 / n:
-        warnings.warn(
+        warn(
             f"delta={arguments.delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a "
             "random record would qualify; choose a delta well below 1/n.",
-            stacklevel=1,
         )
     adjacency = Adjacency(arguments.adjacency)
     if arguments.sampling == "full":
