@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import dp_accounting
 import numpy as np
 
-from mirrordp import _files, _fingerprint, _validate, accounting
+from mirrordp import _files, _fingerprint, _show, _validate, accounting
 from mirrordp.accounting import Adjacency, DpEvent
 from mirrordp.data import PrivateClients, PrivateData
 from mirrordp.ledger import Block, FileLedger, LedgerError, Position
@@ -253,6 +253,22 @@ class Budget:
         folder = Path(folder)
         _require_ledger(folder, "Check the path.")
         return cls(folder, FileLedger.read(folder / LEDGER_FILE))
+
+    def __repr__(self) -> str:
+        rows = "; ".join(value for _, value in self._described())
+        return f"Budget({str(self._folder)!r}; {rows})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(f"Budget {str(self._folder)!r}", self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        status = self.status
+        runs = f"{status.runs} run{'s' * (status.runs != 1)}"
+        return [
+            ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
+            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
+        ]
 
     @property
     def ledger(self) -> FileLedger:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from mirrordp import _validate, accounting, ghost
+from mirrordp import _show, _validate, accounting, ghost
 from mirrordp._warn import warn
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
@@ -108,6 +108,27 @@ class Mechanism:
             object.__setattr__(self, "orders", tuple(float(order) for order in self.orders))
             if chosen is Accountant.PLD:
                 raise ValueError("orders belong to the RDP accountant; pass accountant=RDP too.")
+
+    def __repr__(self) -> str:
+        return f"Mechanism({'; '.join(value for _, value in self._described())})"
+
+    def _repr_html_(self) -> str:
+        return _show.table("Mechanism", self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        """What decides ε; n appears only where the sampler was told it, which makes it public."""
+        sampling, n = self.sampling, self.sampling.num_examples
+        drawn = f"{sampling.name} sampling, q={sampling.sampling_prob:.6g}, expected batch "
+        drawn += f"{sampling.expected_batch_size:.6g}"
+        noise = f"noise_multiplier={self.noise_multiplier:.6g}"
+        noise += f", l2_clip_norm={self.l2_clip_norm:.6g}"
+        kind = type(self.noise).__name__
+        return [
+            ("sampling", drawn if n is None else f"{drawn} of {n}"),
+            ("noise", noise if kind == "GaussianNoise" else f"{kind}, {noise}"),
+            ("steps", f"num_steps={self.num_steps}"),
+            ("guarantee", f"{self.adjacency.value}, one {self.unit}"),
+        ]
 
     @property
     def is_secure(self) -> bool:

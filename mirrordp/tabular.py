@@ -337,6 +337,7 @@ def fit_files(
     report = dataclasses.replace(
         estimator.privacy_,
         title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
+        results={**estimator.privacy_.results, "task": task, "target": target},
     )
     if rows_to_judge_by is not None:
         judged = _judged(task, estimator, *rows_to_judge_by, known.target[usable])
