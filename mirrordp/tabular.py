@@ -58,7 +58,7 @@ def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableModel:
-    """A linear model of table rows.
+    """A linear model of table rows: `TableModel.load(folder)` reads what `mirrordp fit` wrote.
 
     Attributes:
         task: one of `mirrordp.tables.TASKS`.
@@ -169,7 +169,19 @@ class TableModel:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
-        """Reads the model from a folder that `FittedTable.write` made."""
+        """Reads the model from a folder that `mirrordp fit` or `FittedTable.write` made.
+
+        It runs no code of the file, and `predict` needs nothing but the model:
+
+            model = TableModel.load("model")
+            model.predict(read_table("c.csv"))["prediction"]
+
+        Args:
+            folder: the folder with model.json, `--out` of `mirrordp fit`.
+
+        Raises:
+            TableError: if there is none, or it was changed or cut.
+        """
         path = Path(folder) / MODEL_FILE
         try:
             text = path.read_text(encoding="utf-8")

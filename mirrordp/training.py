@@ -122,8 +122,9 @@ class TrainInfo:
 
     Attributes:
         step: steps done so far.
-        charged_steps: how many of them read private data; `mechanism.epsilon(delta,
-            num_steps=charged_steps)` is what they cost.
+        charged_steps: how many of them read private data, which are those with α_t > 0;
+            `mechanism.epsilon(delta, num_steps=charged_steps)` is what they cost, and
+            `RunReport.of(mechanism, delta, charged_steps=charged_steps)` reports it.
         alpha: α_t.
         noisy_grad_norm: norm of the released gradient (zero where α_t = 0).
         public_loss: Ψ(θ_t) on the public batch; NaN where no public gradient was computed.
@@ -479,7 +480,8 @@ def train(
             α_t = 0 read no private data, are not charged, and do not count against the mechanism.
         public_loss_fn: ℓ_pub, if it differs from `loss_fn`; public rows may then have another
             structure.
-        public_batch_size: public rows per step, at random; None takes all of them.
+        public_batch_size: public rows per step, drawn at random with replacement, where computing
+            the gradient of all of them would take too long; None takes all of them. Free of cost.
         scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
         noisy_clip_norm: clip the released gradient to this norm once more.
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, in
