@@ -436,3 +436,44 @@ def _smallest_safe_noise(
         else:
             safe, safe_epsilon = guess, value
     return safe
+
+
+def least_noise(fits: Callable[[float], bool]) -> float | None:
+    """The smallest noise multiplier that fits, up to 0.1%; None where no noise is enough.
+
+    What is returned was seen to fit, and has five digits, so that a message can quote it.
+
+    Args:
+        fits: whether a mechanism of a noise multiplier may run; more noise must not make it worse.
+    """
+    high = 1.0
+    while not fits(high):
+        high *= 2
+        if high > 2**30:
+            return None
+    low = high / 2
+    while fits(low) and low > 1e-3:
+        low, high = low / 2, low
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    unit = 10.0 ** (math.floor(math.log10(high)) - 4)
+    rounded = float(f"{math.ceil(high / unit) * unit:.5g}")
+    return rounded if fits(rounded) else high
+
+
+def most_steps(fits: Callable[[int], bool]) -> int:
+    """The largest number of steps, up to a thousand million, that fits; zero where not one does.
+
+    Args:
+        fits: whether a mechanism of a number of steps may run; fewer must not make it worse.
+    """
+    if not fits(1):
+        return 0
+    fitting, too_many = 1, 2
+    while too_many < 10**9 and fits(too_many):
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    return fitting

@@ -21,14 +21,14 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import dp_accounting
 import numpy as np
 
-from mirrordp import _files, _fingerprint, _validate, accounting
+from mirrordp import _files, _fingerprint, _show, _validate, accounting
 from mirrordp.accounting import Adjacency, DpEvent
 from mirrordp.data import PrivateClients, PrivateData
 from mirrordp.ledger import Block, FileLedger, LedgerError, Position
@@ -245,9 +245,30 @@ class Budget:
     @classmethod
     def status_of(cls, folder: str | os.PathLike[str]) -> BudgetStatus:
         """The status of a budget, whoever may be using it; changes nothing."""
+        return cls.view(folder).status
+
+    @classmethod
+    def view(cls, folder: str | os.PathLike[str]) -> "Budget":
+        """A budget as it is now, whoever may be using it, to ask and not to charge."""
         folder = Path(folder)
         _require_ledger(folder, "Check the path.")
-        return cls(folder, FileLedger.read(folder / LEDGER_FILE)).status
+        return cls(folder, FileLedger.read(folder / LEDGER_FILE))
+
+    def __repr__(self) -> str:
+        rows = "; ".join(value for _, value in self._described())
+        return f"Budget({str(self._folder)!r}; {rows})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(f"Budget {str(self._folder)!r}", self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        status = self.status
+        runs = f"{status.runs} run{'s' * (status.runs != 1)}"
+        return [
+            ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
+            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
+        ]
 
     @property
     def ledger(self) -> FileLedger:
@@ -391,7 +412,77 @@ class Budget:
             BudgetError: if the run would exceed the budget, or is of another kind.
         """
         self.check_kind(mechanism)
-        self.admit_event(mechanism.event_between(charged_steps, num_steps))
+        cost = self._divergences(mechanism.event_between(charged_steps, num_steps))
+        if not self._fits(cost, margin=_ROUNDING):
+            self._refuse(cost, advice=self._advice(mechanism, charged_steps, num_steps))
+
+    def admit_all(self, mechanism: Mechanism, num_steps: Sequence[int]) -> None:
+        """Raises unless several runs of the mechanism fit together. Charges nothing.
+
+        Args:
+            mechanism: what is to run.
+            num_steps: how many steps that read private data each run will have.
+
+        Raises:
+            BudgetError: if they would exceed the budget together, or are of another kind.
+        """
+        self.check_kind(mechanism)
+
+        def event(runs: int, mechanism: Mechanism = mechanism) -> DpEvent:
+            parts = [mechanism.event_between(0, count) for count in num_steps[:runs]]
+            return dp_accounting.ComposedDpEvent(parts)
+
+        cost = self._divergences(event(len(num_steps)))
+        if self._fits(cost, margin=_ROUNDING):
+            return
+        noise = accounting.least_noise(
+            lambda sigma: self.fits(event(len(num_steps), mechanism.with_noise(sigma)))
+        )
+        most = accounting.most_steps(lambda runs: runs <= len(num_steps) and self.fits(event(runs)))
+        fewer = f", or the first {most} as they are" if most else ""
+        every = f" All {len(num_steps)} runs would fit at noise_multiplier={noise:g}{fewer}."
+        self._refuse(cost, advice="" if noise is None else every)
+
+    def fits(self, event: DpEvent, *, fraction: float = 1.0) -> bool:
+        """Whether an event costs at most a fraction of what is left, if anything is.
+
+        Args:
+            event: what is to run.
+            fraction: a share of what is left, at the order where the event fits best.
+        """
+        _validate.probability(fraction=fraction)
+        if math.isinf(self.least_noise):
+            return False
+        return self._fits(self._divergences(event), margin=_ROUNDING, fraction=fraction)
+
+    def most_steps(self, mechanism: Mechanism, *, fraction: float = 1.0) -> int:
+        """How many steps of a mechanism a fraction of what is left allows.
+
+        Args:
+            mechanism: what is to run; its own number of steps does not matter.
+            fraction: the share of what is left.
+        """
+        self.check_kind(mechanism)
+        return accounting.most_steps(
+            lambda steps: self.fits(
+                dataclasses.replace(mechanism, num_steps=steps).event, fraction=fraction
+            )
+        )
+
+    def _advice(self, mechanism: Mechanism, charged_steps: int, num_steps: int) -> str:
+        """What would fit instead, with the sampling of a run that does not."""
+        noise, most = None, self.most_steps(mechanism)
+        if charged_steps == 0:
+            wanted = dataclasses.replace(mechanism, num_steps=num_steps)
+            noise = accounting.least_noise(lambda sigma: self.fits(wanted.with_noise(sigma).event))
+        present = f"{most}{' more' * (charged_steps > 0)} steps as it is"
+        if noise is None:
+            return f" {present[0].upper()}{present[1:]} would fit." if most else ""
+        return (
+            f" With its own sampling {num_steps} steps would fit at noise_multiplier={noise:g}"
+            f"{f', or {present}' if most else ''}; Mechanism.calibrate(spend=budget, ...) finds "
+            "the noise."
+        )
 
     def check_kind(self, mechanism: Mechanism) -> None:
         """Raises a BudgetError for a mechanism of another adjacency or unit."""
@@ -412,9 +503,12 @@ class Budget:
         cost = self._divergences(event)
         if self._fits(cost, margin=_ROUNDING):
             return
-        self._refuse(cost, self._delta if delta is None else delta)
+        self._refuse(cost, delta=delta)
 
-    def _refuse(self, cost: np.ndarray, delta: float) -> NoReturn:
+    def _refuse(
+        self, cost: np.ndarray, *, delta: float | None = None, advice: str = ""
+    ) -> NoReturn:
+        delta = self._delta if delta is None else delta
         usable = self._limits > 0
         with np.errstate(invalid="ignore"):
             share = float((cost[usable] / self._limits[usable]).min()) if usable.any() else math.inf
@@ -425,8 +519,9 @@ class Budget:
         raise BudgetError(
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
             f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
-            f"{_percent(share)}; {left}. Add noise, take fewer steps, or stop here. Runs add up at "
-            "fixed Renyi orders, which is a little dearer than the epsilon that each has alone."
+            f"{_percent(share)}; {left}.{advice} Add noise, take fewer steps, or stop here. Runs "
+            "add up at fixed Renyi orders, which is a little dearer than the epsilon that each has "
+            "alone."
         )
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
@@ -439,13 +534,15 @@ class Budget:
         cost = self._divergences(event)
         with self._ledger.mutex:
             if not self._fits(cost):
-                self._refuse(cost, self._delta)
+                self._refuse(cost)
             self._ledger.charge(event, block=block)
             self._spent = self._spent + cost
 
-    def _fits(self, cost: np.ndarray, margin: float = 0.0) -> bool:
-        total = self._spent + cost
-        return bool(((total <= self._limits * (1 - margin)) & (self._limits > 0)).any())
+    def _fits(self, cost: np.ndarray, *, margin: float = 0.0, fraction: float = 1.0) -> bool:
+        limits = self._limits * (1 - margin)
+        if fraction < 1:
+            limits = self._spent + fraction * (limits - self._spent)
+        return bool(((self._spent + cost <= limits) & (self._limits > 0)).any())
 
     def _divergences(self, event: DpEvent) -> np.ndarray:
         if isinstance(event, dp_accounting.ComposedDpEvent):

@@ -46,6 +46,7 @@ class Series:
         look: number that decides colour, marker and dashes.
         markers: draw a marker at each point.
         solid: without dashes, where there is nothing to tell apart.
+        names: a word beside each point, or None.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Series:
     look: int = 0
     markers: bool = True
     solid: bool = False
+    names: Sequence[str] | None = None
 
     @property
     def colour(self) -> str:
@@ -137,6 +139,7 @@ def chart(
     )
     for one in series:
         parts += _drawn(one, to_x, to_y, markers_every=math.ceil(len(one.x) / (width // 60)))
+        parts += _named(one, to_x, to_y, middle=(left + width - right) / 2)
     return "".join((*parts, "</svg>"))
 
 
@@ -169,6 +172,19 @@ def _drawn(one: Series, to_x, to_y, markers_every: int) -> list[str]:
             for place, (x, y, _) in enumerate(points)
             if place % markers_every == 0 or place == len(points) - 1
         ]
+    return parts
+
+
+def _named(one: Series, to_x, to_y, middle: float) -> list[str]:
+    """The names of the points, each on the side on which there is room."""
+    parts = []
+    for x, y, name in zip(one.x, one.y, one.names or [""] * len(one.x), strict=True):
+        if name and math.isfinite(y):
+            side, anchor = (7, "start") if to_x(x) < middle else (-7, "end")
+            parts.append(
+                f'<text x="{to_x(x) + side:.1f}" y="{to_y(y) - 7:.1f}" font-size="11" '
+                f'text-anchor="{anchor}" fill="{_INK}">{escaped(name)}</text>'
+            )
     return parts
 
 

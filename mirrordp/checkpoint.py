@@ -26,7 +26,6 @@ import math
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ import numpy as np
 from mirrordp import _files, _fingerprint, _validate
 from mirrordp._files import StorageError
 from mirrordp._versions import library_versions
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import LEDGER_FILE, Budget
 from mirrordp.ledger import FileLedger, Position, check_position
@@ -324,11 +324,10 @@ class Run:
             except (ValueError, KeyError, TypeError):
                 continue
             if number != max(found):
-                warnings.warn(
+                warn(
                     f"the newest checkpoint in {str(self.folder)!r} is damaged; going on from the "
                     "one before it.",
                     UserWarning,
-                    stacklevel=5,
                 )
                 self._is_behind = True
                 # It would count as the newest again.

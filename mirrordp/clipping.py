@@ -147,6 +147,17 @@ def merge(part: PyTree, params: Params) -> Params:
     )
 
 
+def check_trainable(part: PyTree) -> None:
+    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"trainable parameters must be floating point, got {leaf.dtype} at "
+                f"params{jax.tree_util.keystr(path)}. Keep random keys and counters out "
+                "of params (nnx.split(model, nnx.Param, ...)), or freeze them with trainable=."
+            )
+
+
 def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
     """The clipped sum over nobody."""
     part = trainable_part(params, trainable)

@@ -17,6 +17,8 @@ from mirrordp.report import ReportError, RunReport, upwards
 
 _ERROR = "_standard_error"
 _HIGHER_IS_BETTER = re.compile(r"accuracy|auc|r2|score|precision|recall|f1")
+# More names beside points would lie on each other.
+_MOST_NAMES = 12
 _UTILITY = re.compile(
     r"loss|accuracy|auc|r2|score|error|rmse|mae|mse|perplexity|deviance|risk|f1|precision|recall"
 )
@@ -39,6 +41,14 @@ class Outcome:
     report: RunReport
     values: Mapping[str, float]
     errors: Mapping[str, float]
+
+    @property
+    def target(self) -> str | None:
+        """What it predicts, where the report says so."""
+        target, task = (self.report.results.get(name) for name in ("target", "task"))
+        if not isinstance(target, str):
+            return None
+        return f"{task} of {target!r}" if isinstance(task, str) else repr(target)
 
 
 def outcomes(report: RunReport, run: str) -> list[Outcome]:
@@ -111,6 +121,24 @@ class Comparison:
         reports = [RunReport.read(folder) for folder in folders]
         return cls.of(dict(zip(names, reports, strict=True)), metric)
 
+    @property
+    def _targets(self) -> list[str]:
+        """What the rows predict, each once, where their reports say so."""
+        return sorted({row.target for row in self.rows if row.target is not None})
+
+    def label(self, row: Outcome) -> str:
+        """The method of a row, with its target where the rows have different ones."""
+        if len(self._targets) < 2 or row.target is None:
+            return row.label
+        return f"{row.label}, {row.target}"
+
+    def names(self, rows: Sequence[Outcome]) -> list[str] | None:
+        """The runs of points in a figure; None where there is one run, or no room for names."""
+        runs = {row.run for row in self.rows}
+        if len(runs) < 2 or len(self.rows) > _MOST_NAMES:
+            return None
+        return [_shortened(_one_line(row.run)) for row in rows]
+
     def header(self) -> list[str]:
         """Names of the columns of `cells`."""
         names = ["run", "method", "epsilon", "delta", "adjacency", "unit", "steps"]
@@ -121,7 +149,7 @@ class Comparison:
         report = row.report
         cells = [
             row.run,
-            row.label,
+            self.label(row),
             upwards(report.epsilon),
             upwards(report.delta, 6),
             report.adjacency.value,
@@ -152,6 +180,17 @@ class Comparison:
                     f"The runs differ in {name} ({', '.join(sorted(values))}): their epsilons do "
                     "not mean the same."
                 )
+        titles = sorted({row.report.title for row in self.rows})
+        if len(self._targets) > 1:
+            found.append(
+                f"The runs predict different targets ({', '.join(self._targets)}): their quality "
+                "cannot be compared."
+            )
+        elif len(titles) > 1 and not self._targets:
+            found.append(
+                f"The runs have different titles ({'; '.join(titles)}): compare their quality only "
+                "if they predict the same."
+            )
         if self.metric is None:
             found.append("The runs have no quality of a model in common; only their cost is shown.")
         elif any(row.errors for row in self.rows):
@@ -206,6 +245,8 @@ class Comparison:
             "rows": [
                 {
                     "run": row.run,
+                    "title": row.report.title,
+                    "target": row.target,
                     "method": row.label,
                     "epsilon": row.report.epsilon if math.isfinite(row.report.epsilon) else None,
                     "delta": row.report.delta,
@@ -232,7 +273,7 @@ class Comparison:
         found: dict[str, list[Outcome]] = {}
         for row in self.rows:
             if 0 < row.report.epsilon < math.inf and math.isfinite(row.values[self.metric]):
-                found.setdefault(row.label, []).append(row)
+                found.setdefault(self.label(row), []).append(row)
         return {
             label: sorted(rows, key=lambda row: row.report.epsilon) for label, rows in found.items()
         }
@@ -265,6 +306,14 @@ class Comparison:
                 capsize=4,
                 label=_one_line(label).replace("$", r"\$"),
             )
+            for row, name in zip(rows, self.names(rows) or [], strict=False):
+                axes.annotate(
+                    name.replace("$", r"\$"),
+                    (row.report.epsilon, row.values[self.metric]),
+                    xytext=(6, 6),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
         if spans_decades(self):
             axes.set_xscale("log")
         better = "higher" if higher_is_better(self.metric) else "lower"
@@ -300,3 +349,7 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 def _one_line(text: str) -> str:
     """Without characters that would move a terminal's cursor."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _shortened(text: str, length: int = 24) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"

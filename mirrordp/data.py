@@ -7,12 +7,12 @@ through `warnings` and exceptions, marked `UNPROTECTED`; it never reaches a repo
 model.
 """
 
+import array
 import collections
 import dataclasses
 import enum
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
 
@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirrordp import _validate
+from mirrordp import _show, _validate
+from mirrordp._warn import warn
 from mirrordp.types import PyTree
 
-_HIDDEN = "{}(<rows that are not printed>)"
 UNPROTECTED = "[not covered by the privacy guarantee; for the operator only]"
 
 
@@ -45,9 +45,9 @@ class _Examples:
     arrays: PyTree
 
     def __post_init__(self):
-        arrays = jax.tree.map(np.asarray, self.arrays)
-        object.__setattr__(self, "arrays", arrays)
         name, remark = self._words()
+        arrays = _as_arrays(name, self.arrays)
+        object.__setattr__(self, "arrays", arrays)
         _check_arrays(name, remark, arrays)
         for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
             _refuse_non_finite(name, remark, _path(path), leaf)
@@ -64,6 +64,15 @@ class _Examples:
         """Memory that the arrays take."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_show.listed_kinds(_show.array_kinds(self.arrays))})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(type(self).__name__, _show.array_kinds(self.arrays))
+
+
+_HIDDEN = "rows are not shown, nor is their number n, which may be private"
+
 
 class PrivateData(_Examples):
     """Rows whose privacy is protected. Reading them outside a mechanism is not.
@@ -76,7 +85,12 @@ class PrivateData(_Examples):
         return "PrivateData", UNPROTECTED
 
     def __repr__(self) -> str:
-        return _HIDDEN.format("PrivateData")
+        kinds = _show.listed_kinds(_show.array_kinds(self.arrays, rows="n"))
+        return f"PrivateData({kinds}; {_HIDDEN})"
+
+    def _repr_html_(self) -> str:
+        kinds = _show.array_kinds(self.arrays, rows="n")
+        return _show.table("PrivateData", kinds, f"{_HIDDEN.capitalize()}.")
 
 
 class PublicData(_Examples):
@@ -112,7 +126,7 @@ class ClientData:
     def __post_init__(self):
         name, remark = self._words()
         _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
-        object.__setattr__(self, "arrays", jax.tree.map(np.asarray, self.arrays))
+        object.__setattr__(self, "arrays", _as_arrays(name, self.arrays))
         counts = np.asarray(self.num_examples, np.int32)
         object.__setattr__(self, "num_examples", counts)
         if counts.ndim != 1 or counts.size == 0:
@@ -170,7 +184,7 @@ class ClientData:
             seed: decides, with the user's name, which rows are kept.
         """
         owners = _uncast(user_ids)
-        arrays = jax.tree.map(np.asarray, arrays)
+        arrays = _as_arrays(cls.__name__, arrays)
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
         lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
         if owners.ndim != 1 or lengths != {len(owners)}:
@@ -244,7 +258,7 @@ class ClientData:
             )
         if len(users) == 0:
             raise ValueError("from_users needs at least one user, got an empty list.")
-        users = [jax.tree.map(np.asarray, user) for user in users]
+        users = [_as_arrays(cls.__name__, user) for user in users]
         if dtypes is not None:
             users = [_converted(number, user, dtypes) for number, user in enumerate(users)]
         counts = _rows_of_users(users)
@@ -330,7 +344,13 @@ class PrivateClients(ClientData):
         return "PrivateClients", UNPROTECTED
 
     def __repr__(self) -> str:
-        return _HIDDEN.format("PrivateClients")
+        kinds = _show.listed_kinds(_show.array_kinds(self.arrays, rows="n"))
+        return f"PrivateClients({kinds}, at most {self.max_examples_per_user} of a user; {_HIDDEN})"
+
+    def _repr_html_(self) -> str:
+        bound = ("rows of a user", f"at most {self.max_examples_per_user}")
+        kinds = _show.array_kinds(self.arrays, rows="n")
+        return _show.table("PrivateClients", [*kinds, bound], f"{_HIDDEN.capitalize()}.")
 
 
 class PublicClients(ClientData):
@@ -343,6 +363,13 @@ class PublicClients(ClientData):
 
     def _words(self) -> tuple[str, str]:
         return "PublicClients", ""
+
+    def __repr__(self) -> str:
+        kinds = _show.listed_kinds(_show.array_kinds(self.arrays))
+        return f"PublicClients({len(self)} users, {kinds})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(f"PublicClients: {len(self)} users", _show.array_kinds(self.arrays))
 
     @property
     def examples(self) -> PublicData:
@@ -541,6 +568,30 @@ def excluded_users(
     return mask
 
 
+def _as_arrays(name: str, tree: PyTree) -> PyTree:
+    """The tree with NumPy arrays as its leaves; refuses a leaf that is a data set of its own kind.
+
+    NumPy reads anything with `__getitem__` item by item until an IndexError, which a data set need
+    never raise.
+    """
+
+    def as_array(path: tuple, leaf: object) -> np.ndarray:
+        known = ("__array__", "__array_interface__", "__dlpack__")
+        plain = bool | int | float | complex | str | bytes | range | memoryview | array.array
+        if isinstance(leaf, plain) or any(hasattr(leaf, attribute) for attribute in known):
+            return np.asarray(leaf)
+        advice = "Collect its examples: np.stack([dataset[i] for i in range(len(dataset))]), one "
+        advice += "array for each part of an example."
+        if hasattr(leaf, "tensors"):
+            advice = f"Pass its tensors: {name}(tuple(np.asarray(t) for t in dataset.tensors))."
+        raise TypeError(
+            f"{name} takes arrays, or a tree of them, got {type(leaf).__name__} at {_path(path)}. "
+            f"{advice}"
+        )
+
+    return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
 def _check_arrays(name: str, remark: str, arrays: PyTree) -> None:
     """A tree of numbers whose leaves share one leading axis."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
@@ -550,7 +601,8 @@ def _check_arrays(name: str, remark: str, arrays: PyTree) -> None:
         if leaf.ndim == 0:
             raise ValueError(
                 f"every array of {name} needs a leading example axis, got a scalar at "
-                f"{_path(path)}. Repeat it for each example or put it into the loss function."
+                f"{_path(path)}. Make an array of a list (np.asarray); repeat a constant for each "
+                "example, or put it into the loss function."
             )
         if not _is_numeric(leaf.dtype):
             raise TypeError(
@@ -704,10 +756,9 @@ def _announce(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
             f"{message}, and overlap='refuse' was asked for. Remove them from one of the two "
             f"sides or pass overlap=Overlap.DROP. {UNPROTECTED}"
         )
-    warnings.warn(
+    warn(
         f"{UNPROTECTED} {message}; they contribute nothing to training.",
         UnprotectedWarning,
-        stacklevel=4,
     )
 
 
@@ -731,11 +782,12 @@ def split(arrays: PyTree, *, public_fraction: float, seed: int) -> tuple[Private
         The private rows and the public rows.
     """
     _validate.open_unit_interval(public_fraction=public_fraction)
+    arrays = _as_arrays("split", arrays)
     rows = len(jax.tree.leaves(arrays)[0])
     order = np.random.default_rng(seed).permutation(rows)
     num_public = max(1, round(public_fraction * rows))
     chosen, rest = np.sort(order[:num_public]), np.sort(order[num_public:])
     return (
-        PrivateData(jax.tree.map(lambda leaf: np.asarray(leaf)[rest], arrays)),
-        PublicData(jax.tree.map(lambda leaf: np.asarray(leaf)[chosen], arrays)),
+        PrivateData(jax.tree.map(lambda leaf: leaf[rest], arrays)),
+        PublicData(jax.tree.map(lambda leaf: leaf[chosen], arrays)),
     )

@@ -331,7 +331,14 @@ def warm_params(settings: Settings, task: Task, seed: int) -> Params:
     }
     optimizer = optax.adam(0.03)
     judged = warm_start(
-        loss_fn, cold, task.public, optimizer=optimizer, batch_size=None, patience=20, seed=seed
+        loss_fn,
+        cold,
+        task.public,
+        optimizer=optimizer,
+        batch_size=None,
+        patience=20,
+        max_epochs=4_000,
+        seed=seed,
     )
     epochs = int(np.argmin(judged.holdout_losses)) + 1
     return _fit(cold, task.public.arrays, epochs)

@@ -33,6 +33,7 @@ from mirrordp import _fingerprint, _validate, accounting, linear
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import require_repeatable
 from mirrordp._fits import Fits, Lineage, Together
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -441,12 +442,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             found += ["y"] if _mostly_beyond(y, y_public) else []
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            warnings.warn(
+            warn(
                 f"{UNPROTECTED} most private values are beyond the range of public ones in "
                 f"{', '.join(found[:5])}{more}. Give both tables the same units: a Pipeline "
                 "transforms X, but not X_public.",
                 UnprotectedWarning,
-                stacklevel=3,
             )
 
     def _delta(self, num_private: int) -> float:
@@ -534,11 +534,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         """DP-SGD from zero, in the features as they are or divided by the caller's bound."""
         bound = self.row_norm_bound
         if bound is None:
-            warnings.warn(
+            warn(
                 "without public rows and without row_norm_bound nothing is scaled, and the clip "
                 "norm is a guess. Pass X_public and y_public, or bounds that you know beforehand.",
                 UserWarning,
-                stacklevel=3,
             )
         scaling = _Scaling(
             shift=np.zeros(width),
@@ -617,16 +616,14 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 return upwards(found.epsilon(delta, mechanism.adjacency, **options))
 
             where = f", {found.elsewhere} of them in other processes" if found.elsewhere else ""
-            warnings.warn(
+            warn(
                 f"this is one of {found.fits} private fits{where}, by copies of one estimator or "
                 "on tables of one shape, as searches and cross-validation make them. If they read "
                 f"the same people, they have epsilon {epsilon()} together at delta {delta:g}, not "
                 f"{epsilon(of_so_many_like_the_last=1)}; 20 fits like this one have "
                 f"{epsilon(of_so_many_like_the_last=20)}. Scores on private rows are not covered "
                 "at all. Choose settings on public rows, or charge all fits to one Budget: "
-                "fit(..., budget=budget).",
-                UserWarning,
-                stacklevel=3,
+                "fit(..., budget=budget)."
             )
         return found
 
@@ -986,11 +983,10 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
             )
         targets, counts = self._one_hot(y)
         if not counts.all():
-            warnings.warn(
+            warn(
                 f"{UNPROTECTED} {int((~counts).sum())} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",
                 UnprotectedWarning,
-                stacklevel=3,
             )
         public_targets = prior = None
         if y_public is not None:

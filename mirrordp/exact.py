@@ -14,7 +14,6 @@ looser. `theory.theorem_schedule` gives the theorem's T and η_t. ℓ_pub, insid
 ℓ_priv.
 """
 
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from mirrordp import _validate, theory
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.averages import UniformAverage
 from mirrordp.budget import Budget
@@ -135,11 +135,10 @@ def algorithm_1(
     )
     converged = bool(state.opt_state.converged)
     if not converged:
-        warnings.warn(
+        warn(
             "a mirror step did not converge: the iterates are not exactly those of Algorithm 1. "
             "Raise max_iterations or the ridge of the map, or lower the learning rate.",
             RuntimeWarning,
-            stacklevel=2,
         )
     result = accelerated_result(state.opt_state, start) if accelerated else state.average
     return Algorithm1Result(

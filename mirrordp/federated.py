@@ -36,6 +36,7 @@ from mirrordp.averages import Average
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
+    check_trainable,
     clip_factors,
     frozen_mask,
     merge,
@@ -70,7 +71,6 @@ from mirrordp.training import (
     check_charged_steps,
     check_loss,
     check_options,
-    check_trainable,
     described_loss,
     described_step,
     fits_on_device,
@@ -826,7 +826,7 @@ def federated_train(
         )
     check_trainable(trainable_part(params, step._mask))
     check_loss("loss_fn", loss_fn, params, private.arrays)
-    warn_of_unused(loss_fn, params, step._mask, private.arrays, stacklevel=3)
+    warn_of_unused(loss_fn, params, step._mask, private.arrays)
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
     ledger_for(mechanism.adjacency, ledger)

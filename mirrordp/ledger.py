@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 
-from mirrordp import _files, _validate, accounting
+from mirrordp import _files, _show, _validate, accounting
 from mirrordp._files import StorageError
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 
@@ -88,6 +88,17 @@ class Ledger:
         if self._blocks and self._blocks[-1][0] == inner:
             count += self._blocks.pop()[1]
         self._blocks.append((inner, count))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'; '.join(value for _, value in self._described())})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(type(self).__name__, self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        total = sum(count for _, count in self._blocks)
+        charged = f"{total} event{'s' * (total != 1)} charged" if total else "nothing charged"
+        return [("adjacency", self._adjacency.value), ("charged", charged)]
 
     @property
     def event(self) -> DpEvent:
@@ -254,6 +265,9 @@ class FileLedger(Ledger):
                     raise
                 time.sleep(0.05)
         raise AssertionError("unreachable")
+
+    def _described(self) -> list[tuple[str, str]]:
+        return [("file", repr(str(self._path))), *super()._described()]
 
     @property
     def path(self) -> Path:

@@ -6,15 +6,15 @@ noise, `mean` divides by a public constant, and `event` says what that costs.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 import optax
 
-from mirrordp import _validate, accounting, ghost, sums
+from mirrordp import _show, _validate, accounting, ghost, sums
+from mirrordp._warn import warn
 from mirrordp.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.clipping import ClippedGrad
 from mirrordp.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
@@ -25,6 +25,33 @@ from mirrordp.types import LossFn, PyTree
 UNITS = ("example", "user")
 
 _LEAST_NOISE = 2.0**-20
+
+
+@runtime_checkable
+class Spendable(Protocol):
+    """What has room for a limited cost, as calibration sees it: a `mirrordp.Budget`."""
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The neighbours that the cost speaks of."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        ...
+
+    def check_kind(self, mechanism: "Mechanism") -> None:
+        """Raises for a mechanism of another adjacency or unit."""
+        ...
+
+    def fits(self, event: DpEvent, *, fraction: float = 1.0) -> bool:
+        """Whether an event costs at most a fraction of what is left."""
+        ...
+
+    def admit(self, mechanism: "Mechanism", *, num_steps: int) -> None:
+        """Raises unless a run fits."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +117,27 @@ class Mechanism:
             if chosen is Accountant.PLD:
                 raise ValueError("orders belong to the RDP accountant; pass accountant=RDP too.")
 
+    def __repr__(self) -> str:
+        return f"Mechanism({'; '.join(value for _, value in self._described())})"
+
+    def _repr_html_(self) -> str:
+        return _show.table("Mechanism", self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        """What decides ε; n appears only where the sampler was told it, which makes it public."""
+        sampling, n = self.sampling, self.sampling.num_examples
+        drawn = f"{sampling.name} sampling, q={sampling.sampling_prob:.6g}, expected batch "
+        drawn += f"{sampling.expected_batch_size:.6g}"
+        noise = f"noise_multiplier={self.noise_multiplier:.6g}"
+        noise += f", l2_clip_norm={self.l2_clip_norm:.6g}"
+        kind = type(self.noise).__name__
+        return [
+            ("sampling", drawn if n is None else f"{drawn} of {n}"),
+            ("noise", noise if kind == "GaussianNoise" else f"{kind}, {noise}"),
+            ("steps", f"num_steps={self.num_steps}"),
+            ("guarantee", f"{self.adjacency.value}, one {self.unit}"),
+        ]
+
     @property
     def is_secure(self) -> bool:
         """Whether all randomness that privacy rests on comes from a cryptographic generator."""
@@ -129,28 +177,39 @@ class Mechanism:
     def calibrate(
         cls,
         *,
-        epsilon: float,
-        delta: float,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        spend: Spendable | None = None,
+        fraction: float = 1.0,
         sampling: Sampling,
         num_steps: int,
         l2_clip_norm: float,
         **options: Any,
     ) -> "Mechanism":
-        """The mechanism with the least noise whose ε at δ does not exceed the target.
+        """The mechanism with the least noise that keeps to a target ε at δ, or to a budget.
 
         The search stays on the safe side: `mechanism.epsilon(delta)` is never above `epsilon`, and
-        within 1% of it.
+        within 1% of it. With `spend=budget` instead of `epsilon` and `delta` the whole run is
+        admitted by the budget as it is now, and less noise, by 1%, would not be.
 
         Args:
             epsilon: the target.
             delta: δ; a warning is given above 1/n.
+            spend: the `mirrordp.Budget` that the run will be charged to. Its own rule decides what
+                fits, and adjacency and unit are the budget's unless stated. Nothing is charged or
+                reserved here.
+            fraction: the share of what the budget has left that the run may take.
             sampling: as in `Mechanism`.
             num_steps: as in `Mechanism`.
             l2_clip_norm: as in `Mechanism`.
             **options: the remaining arguments of `Mechanism`.
+
+        Raises:
+            BudgetError: if nothing is left of the budget, or it is of another kind.
         """
-        _validate.positive(epsilon=epsilon)
-        _validate.open_unit_interval(delta=delta)
+        _check_target(epsilon, delta, spend, fraction)
+        if spend is not None:
+            options = {"adjacency": spend.adjacency, "unit": spend.unit} | options
         template = cls(
             sampling=sampling,
             l2_clip_norm=l2_clip_norm,
@@ -158,6 +217,10 @@ class Mechanism:
             num_steps=num_steps,
             **options,
         )
+        if spend is not None:
+            return template._within(spend, fraction)
+        assert epsilon is not None
+        assert delta is not None
         _warn_large_delta(delta, sampling)
         noise_multiplier = accounting.calibrate(
             lambda sigma: sampling.event(
@@ -169,7 +232,7 @@ class Mechanism:
             accountant=template.accountant,
             orders=template.orders,
         )
-        mechanism = dataclasses.replace(template, noise_multiplier=noise_multiplier)
+        mechanism = template.with_noise(noise_multiplier)
         reached = accounting.epsilon(
             mechanism.event,
             delta,
@@ -180,6 +243,26 @@ class Mechanism:
         if not reached <= epsilon:
             raise AssertionError(f"calibration overshot: {reached} > {epsilon}; please report.")
         return mechanism
+
+    def _within(self, spend: Spendable, fraction: float) -> "Mechanism":
+        """This mechanism with the least noise that a fraction of what is left allows."""
+        spend.check_kind(self)
+        noise = accounting.least_noise(
+            lambda sigma: spend.fits(self.with_noise(sigma).event, fraction=fraction)
+        )
+        # Without room even this is refused, in the budget's words.
+        found = self.with_noise(2.0**30 if noise is None else noise)
+        spend.admit(found, num_steps=self.num_steps)
+        if noise is None:
+            raise accounting.UnsupportedError(
+                f"no noise multiplier up to {2.0**30:.0e} keeps {self.num_steps} steps within "
+                f"{fraction:g} of what is left. Allow a larger fraction or fewer steps."
+            )
+        return found
+
+    def with_noise(self, noise_multiplier: float) -> "Mechanism":
+        """The same mechanism with another noise multiplier."""
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     @property
     def event(self) -> DpEvent:
@@ -285,12 +368,39 @@ class Mechanism:
         return jax.tree.map(lambda leaf: leaf / self.sampling.expected_batch_size, noisy_sum)
 
 
+def _check_target(
+    epsilon: float | None, delta: float | None, spend: Spendable | None, fraction: float
+) -> None:
+    """Raises unless `calibrate` was given (ε, δ) or a budget, and not both."""
+    if spend is not None:
+        _validate.instance_of(Spendable, "Use Budget.open(folder, data=...).", spend=spend)
+        _validate.probability(fraction=fraction)
+        if epsilon is not None or delta is not None:
+            raise ValueError(
+                "calibrate keeps to epsilon and delta, or to what a budget has left, got both. "
+                "Leave out epsilon and delta, or spend."
+            )
+        return
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        if value is None:
+            raise TypeError(
+                f"{name} must be a number where no budget is given, got None. Pass epsilon and "
+                "delta, or spend=budget."
+            )
+    if fraction != 1:
+        raise ValueError(
+            f"fraction is the share of what a budget has left, got {fraction:g} without a budget. "
+            "Pass spend=budget, or a smaller epsilon."
+        )
+    _validate.positive(epsilon=epsilon)
+    _validate.open_unit_interval(delta=delta)
+
+
 def _warn_large_delta(delta: float, sampling: Sampling) -> None:
     n = sampling.num_examples
     if n is not None and delta > 1 / n:
-        warnings.warn(
+        warn(
             f"delta={delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a random "
             "record would qualify. Choose a delta well below 1/n.",
             UserWarning,
-            stacklevel=3,
         )

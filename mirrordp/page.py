@@ -407,6 +407,7 @@ def _trade_off(comparison: Comparison) -> str:
                 [v + e for v, e in zip(values, errors, strict=True)],
                 band=False,
                 look=look,
+                names=comparison.names(rows),
             )
         )
     better = "higher" if higher_is_better(metric) else "lower"

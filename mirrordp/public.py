@@ -15,8 +15,16 @@ import optax
 
 from mirrordp import _validate
 from mirrordp._convolutions import where_faster
+from mirrordp._warn import warn
 from mirrordp.averages import Average, ExponentialAverage, UniformAverage
-from mirrordp.clipping import frozen_mask, merge, thawed_mask, trainable_part, with_key
+from mirrordp.clipping import (
+    check_trainable,
+    frozen_mask,
+    merge,
+    thawed_mask,
+    trainable_part,
+    with_key,
+)
 from mirrordp.data import PublicData, require_public
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
@@ -56,7 +64,15 @@ def public_grad(
 
 
 class WarmStart(NamedTuple):
-    """The result of pre-training on public data."""
+    """The result of pre-training on public data.
+
+    Attributes:
+        params: the best parameters by the held-out loss; those given if that was never finite.
+        converged: whether the held-out loss stopped improving before the last epoch allowed.
+        num_epochs: how many passes were made.
+        train_losses: the mean loss of each pass.
+        holdout_losses: the held-out loss after each pass.
+    """
 
     params: Params
     converged: bool
@@ -95,8 +111,14 @@ def _epoch(loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, ke
         loss, grad = gradient(params, batch, batch_key)
         part = trainable_part(params, trainable)
         updates, opt_state = optimizer.update(grad, opt_state, part)
-        params, num_steps = merge(optax.apply_updates(part, updates), params), num_steps + 1
-        judged = params if average is None else average.update(judged, params, num_steps)
+        part, num_steps = optax.apply_updates(part, updates), num_steps + 1
+        params = merge(part, params)
+        if average is None:
+            judged = params
+        else:
+            # Frozen leaves may be integers or random keys, which have no average.
+            kept = average.update(trainable_part(judged, trainable), part, num_steps)
+            judged = merge(kept, judged)
         return _Reached(params, judged, opt_state, num_steps), loss
 
     keys = jax.random.split(key, rows.shape[0])
@@ -148,8 +170,9 @@ def warm_start(
             `refit` adds them to it.
         holdout_loss_fn: what judges, of the same form as `loss_fn` and by default the same. Give
             the loss without dropout where `loss_fn` has dropout.
-        patience: stop after so many epochs without improvement.
-        max_epochs: stop at the latest after so many; `converged` is then False.
+        patience: stop after this many epochs without improvement.
+        max_epochs: stop after this many epochs at the latest. If the held-out loss is then still
+            improving, `converged` is False and a warning says what to do about it.
         trainable: as in `mirrordp.clipped_grad`.
         average: `ExponentialAverage(decay)` or `UniformAverage()` of the iterates, which is then
             judged and returned instead of the last one. With a rate that stays large it ends lower.
@@ -158,6 +181,9 @@ def warm_start(
 
     Returns:
         A `WarmStart`.
+
+    Warns:
+        RuntimeWarning: if it did not converge.
     """
     require_public(public)
     _validate.open_unit_interval(holdout_fraction=holdout_fraction)
@@ -174,6 +200,8 @@ def warm_start(
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
     if average is not None:
         _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
+    params = jax.tree.map(jnp.asarray, params)
+    check_trainable(trainable_part(params, trainable))
     optimizer = optimizer or _adam()
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
@@ -215,10 +243,33 @@ def warm_start(
         everything = take(np.arange(len(public)))
         again = epochs(everything, len(public), rng, jax.random.fold_in(key, max_epochs))
         best, *_ = next(itertools.islice(again, best_epoch, None))
+    converged = number - best_epoch >= patience and bool(np.isfinite(best_loss))
+    if not converged:
+        _warn_not_converged(np.asarray(holdout_losses), patience)
     return WarmStart(
         best,
-        number - best_epoch >= patience and bool(np.isfinite(best_loss)),
+        converged,
         number + 1,
         np.asarray(train_losses),
         np.asarray(holdout_losses),
+    )
+
+
+def _warn_not_converged(holdout_losses: np.ndarray, patience: int) -> None:
+    if not np.isfinite(holdout_losses).any():
+        warn(
+            f"the warm start did not converge: the held-out loss was not finite after any of "
+            f"{len(holdout_losses)} passes over the public rows, and the parameters are those that "
+            "you gave. Use a smaller learning rate (optimizer=optax.adam(1e-4)), or look for the "
+            "NaN in the loss function.",
+            RuntimeWarning,
+        )
+        return
+    warn(
+        f"the warm start did not converge: after {len(holdout_losses)} passes over the public rows "
+        f"the held-out loss still improves (it is {np.nanmin(holdout_losses):.4g}; {patience} "
+        "passes without improvement end the warm start). Use a larger learning rate "
+        "(optimizer=optax.adam(1e-2), say; the default has 1e-3), another optimizer, or more "
+        "passes (max_epochs).",
+        RuntimeWarning,
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mirrordp import _validate
+from mirrordp import _show, _validate
 from mirrordp._files import write_atomically
 from mirrordp._versions import library_versions
 from mirrordp.accounting import Adjacency
@@ -120,6 +120,19 @@ class RunReport:
     curves: tuple["Curve", ...] = ()
     results: Results
     ledger: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        release = "; not for release" * any(warned.grave for warned in self.warnings())
+        return (
+            f"RunReport({self.title!r}: epsilon {upwards(self.epsilon)} at delta "
+            f"{upwards(self.delta, 6)}, {self.adjacency.value}, one {self.unit}, "
+            f"{self.charged_steps} steps{release})"
+        )
+
+    def _repr_html_(self) -> str:
+        warned = [(one.title, one.text) for one in self.warnings() if one.grave]
+        rows = [*warned, *self.numbers(), ("covers", self.scope), ("settings", self.tuning)]
+        return _show.table(self.title, rows, self.statement())
 
     @classmethod
     def of(

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,9 +134,7 @@ def train_sweep(
 
     def admit(alphas: np.ndarray) -> None:
         if budget is not None:
-            budget.check_kind(mechanism)
-            parts = [mechanism.event_between(0, int(count)) for count in (alphas > 0).sum(axis=1)]
-            budget.admit_event(dp_accounting.ComposedDpEvent(parts))
+            budget.admit_all(mechanism, [int(count) for count in (alphas > 0).sum(axis=1)])
             budget.check_rows(private)
 
     if len(runs) > 1:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from dp_accounting import gaussian_mechanism
 
 from mirrordp import _files, accounting
+from mirrordp._warn import warn
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableModel:
-    """A linear model of table rows.
+    """A linear model of table rows: `TableModel.load(folder)` reads what `mirrordp fit` wrote.
 
     Attributes:
         task: one of `mirrordp.tables.TASKS`.
@@ -169,7 +169,19 @@ class TableModel:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
-        """Reads the model from a folder that `FittedTable.write` made."""
+        """Reads the model from a folder that `mirrordp fit` or `FittedTable.write` made.
+
+        It runs no code of the file, and `predict` needs nothing but the model:
+
+            model = TableModel.load("model")
+            model.predict(read_table("c.csv"))["prediction"]
+
+        Args:
+            folder: the folder with model.json, `--out` of `mirrordp fit`.
+
+        Raises:
+            TableError: if there is none, or it was changed or cut.
+        """
         path = Path(folder) / MODEL_FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -349,6 +361,7 @@ def fit_files(
     report = dataclasses.replace(
         estimator.privacy_,
         title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
+        results={**estimator.privacy_.results, "task": task, "target": target},
     )
     if rows_to_judge_by is not None:
         judged = _judged(task, estimator, *rows_to_judge_by, known.target[usable])
@@ -369,12 +382,11 @@ def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
         yield batch
         unused = [name for name in batch.columns if name not in public.columns]
         if number == 0 and unused:
-            warnings.warn(
+            warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
                 f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
                 "add what should be to the public table.",
                 UnprotectedWarning,
-                stacklevel=2,
             )
 
 

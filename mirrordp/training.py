@@ -18,7 +18,6 @@ import itertools
 import operator
 import secrets
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -33,11 +32,13 @@ from mirrordp import _fingerprint, _validate, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
+from mirrordp._warn import warn
 from mirrordp.averages import Average, ExponentialAverage, UniformAverage
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     ClippedGrad,
+    check_trainable,
     frozen_mask,
     merge,
     thawed_mask,
@@ -122,8 +123,9 @@ class TrainInfo:
 
     Attributes:
         step: steps done so far.
-        charged_steps: how many of them read private data; `mechanism.epsilon(delta,
-            num_steps=charged_steps)` is what they cost.
+        charged_steps: how many of them read private data, which are those with α_t > 0;
+            `mechanism.epsilon(delta, num_steps=charged_steps)` is what they cost, and
+            `RunReport.of(mechanism, delta, charged_steps=charged_steps)` reports it.
         alpha: α_t.
         noisy_grad_norm: norm of the released gradient (zero where α_t = 0).
         public_loss: Ψ(θ_t) on the public batch; NaN where no public gradient was computed.
@@ -484,7 +486,8 @@ def train(
             α_t = 0 read no private data, are not charged, and do not count against the mechanism.
         public_loss_fn: ℓ_pub, if it differs from `loss_fn`; public rows may then have another
             structure.
-        public_batch_size: public rows per step, at random; None takes all of them.
+        public_batch_size: public rows per step, drawn at random with replacement, where computing
+            the gradient of all of them would take too long; None takes all of them. Free of cost.
         scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
         noisy_clip_norm: clip the released gradient to this norm once more.
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, in
@@ -626,7 +629,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     check_trainable(trainable_part(params, train_step._mask))
-    warn_of_unused(loss_fn, params, train_step._mask, private.arrays, stacklevel=4)
+    warn_of_unused(loss_fn, params, train_step._mask, private.arrays)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -894,9 +897,7 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
         )
 
 
-def warn_of_unused(
-    loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch, *, stacklevel: int
-) -> None:
+def warn_of_unused(loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch) -> None:
     """Warns of trainable parameters that the loss has no gradient in: noise alone moves them.
 
     `stop_gradient` freezes no parameter here, and neither do running averages of normalisation
@@ -927,21 +928,10 @@ def warn_of_unused(
     ]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        warnings.warn(
+        warn(
             f"the loss has no gradient in {', '.join(unused[:5])}{more}: noise alone will move it. "
             "Exclude it with trainable=, or keep it out of params.",
-            stacklevel=stacklevel,
         )
-
-
-def check_trainable(part: PyTree) -> None:
-    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"trainable parameters must be floating point, got {leaf.dtype} at "
-                f"params{jax.tree_util.keystr(path)}. Exclude it with trainable=."
-            )
 
 
 def fits_on_device(private: PrivateData | PrivateClients) -> bool:

@@ -6,18 +6,22 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import dp_accounting
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
 import mirrordp
-from mirrordp import Adjacency, Budget, PrivateData, accounting, cli, linear
+from mirrordp import Adjacency, Budget, Mechanism, PrivateData, accounting, cli, linear
 from mirrordp._files import LockedError, StorageError
 from mirrordp.budget import BudgetError, choose_orders, renyi_limit
 from mirrordp.estimators import PrivateLinearRegression
@@ -155,6 +159,150 @@ class TestFilter:
         with pytest.raises(BudgetError):
             budget.charge(dp_accounting.GaussianDpEvent(0.0))
         assert budget.status.charges == 0
+
+
+SAMPLINGS = {
+    "poisson": lambda q: mirrordp.PoissonSampling(sampling_prob=q, expected_batch_size=400 * q),
+    "cyclic": lambda q: mirrordp.CyclicPoissonSampling(
+        sampling_prob=q, num_groups=3, expected_batch_size=400 * q / 3
+    ),
+    "full": lambda q: mirrordp.FullBatch(expected_batch_size=400),
+}
+
+
+class TestPlanning:
+    """What is proposed is accepted, and is not far from the least that is."""
+
+    @hypothesis.settings(max_examples=25, deadline=None)
+    @hypothesis.given(
+        epsilon=st.floats(0.1, 8.0),
+        delta=st.sampled_from([1e-9, 1e-6, 1e-4]),
+        kind=st.sampled_from(sorted(SAMPLINGS)),
+        q=st.floats(0.001, 0.3),
+        steps=st.integers(1, 2_000),
+        before=st.just(0.0) | st.floats(0.01, 0.9),
+        fraction=st.floats(0.05, 1.0),
+        adjacency=st.sampled_from([Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE, Adjacency.REPLACE]),
+        unit=st.sampled_from(["example", "user"]),
+    )
+    def test_what_is_proposed_is_accepted_and_two_percent_less_noise_is_not(
+        self, epsilon, delta, kind, q, steps, before, fraction, adjacency, unit
+    ):
+        if adjacency is Adjacency.REPLACE:
+            kind = "full"
+        options = {"adjacency": adjacency, "unit": unit}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Budget.create(
+                f"{folder}/b", epsilon=epsilon, delta=delta, data=ROWS, **options
+            ) as budget,
+        ):
+            if before > 0:
+                budget.charge(
+                    dp_accounting.GaussianDpEvent(budget.least_noise * 1.001 / math.sqrt(before))
+                )
+            made = {"sampling": SAMPLINGS[kind](q), "num_steps": steps, "l2_clip_norm": 0.7}
+            part = Mechanism.calibrate(spend=budget, fraction=fraction, **made)
+            whole = Mechanism.calibrate(spend=budget, **made)
+            assert (part.adjacency, part.unit) == (adjacency, unit)
+            assert part.noise_multiplier >= whole.noise_multiplier
+            assert not budget.fits(
+                part.with_noise(part.noise_multiplier / 1.02).event, fraction=fraction
+            )
+            with pytest.raises(BudgetError):
+                budget.admit(whole.with_noise(whole.noise_multiplier / 1.02), num_steps=steps)
+            # Accepted as it will be charged: block by block.
+            budget.admit(whole, num_steps=steps)
+            first = steps // 3
+            for start, stop in ((0, first), (first, steps)):
+                if start < stop:
+                    budget.charge(whole.event_between(start, stop), block=Block("r", start, stop))
+            assert budget.status.used <= 1
+            found = accounting.epsilon(
+                budget.ledger.event,
+                delta,
+                adjacency=adjacency,
+                accountant=accounting.Accountant.RDP,
+                orders=sorted(choose_orders(epsilon, delta)),
+            )
+            assert found.epsilon <= epsilon * (1 + 1e-9)
+
+    def test_fractions_of_what_is_left(self, budget):
+        """Half, and then all of the other half."""
+        made = {"sampling": tools.poisson(), "num_steps": 20, "l2_clip_norm": 1.0}
+        half = Mechanism.calibrate(spend=budget, fraction=0.5, **made)
+        last(train(budget, mechanism=half))
+        assert budget.status.used == pytest.approx(0.5, abs=0.01)
+        rest = Mechanism.calibrate(spend=budget, **made)
+        last(train(budget, mechanism=rest))
+        assert 0.99 < budget.status.used <= 1
+        assert rest.noise_multiplier == pytest.approx(half.noise_multiplier, rel=0.01)
+
+    def test_nothing_left_is_said(self, budget):
+        budget.charge(dp_accounting.GaussianDpEvent(budget.least_noise * (1 + 1e-12)))
+        with pytest.raises(BudgetError, match="nothing is left"):
+            Mechanism.calibrate(
+                spend=budget, sampling=tools.poisson(), num_steps=20, l2_clip_norm=1.0
+            )
+
+    def test_a_secure_run_is_calibrated_with_what_it_is_charged_for(self, budget):
+        pytest.importorskip("cryptography")
+        found = Mechanism.calibrate(
+            spend=budget,
+            sampling=tools.poisson(),
+            num_steps=20,
+            l2_clip_norm=1.0,
+            noise=mirrordp.SecureGaussianNoise.of(np.zeros(3, np.float32)),
+        )
+        budget.admit(found, num_steps=20)
+        with pytest.raises(BudgetError):
+            budget.admit(found.with_noise(found.noise_multiplier / 1.02), num_steps=20)
+
+    def test_epsilon_or_a_budget(self, budget):
+        made = {"sampling": tools.poisson(), "num_steps": 20, "l2_clip_norm": 1.0}
+        with pytest.raises(ValueError, match="got both"):
+            Mechanism.calibrate(spend=budget, epsilon=1.0, **made)
+        with pytest.raises(TypeError, match="spend=budget"):
+            Mechanism.calibrate(epsilon=1.0, **made)
+        with pytest.raises(ValueError, match="without a budget"):
+            Mechanism.calibrate(epsilon=1.0, delta=1e-5, fraction=0.5, **made)
+        with pytest.raises(TypeError, match="spend must be"):
+            Mechanism.calibrate(spend=mirrordp.Ledger(Adjacency.ZERO_OUT), **made)
+        with pytest.raises(BudgetError, match="One budget has one of each"):
+            Mechanism.calibrate(spend=budget, unit="user", **made)
+        for fraction in (0.0, 1.5):
+            with pytest.raises(ValueError, match="fraction must be"):
+                Mechanism.calibrate(spend=budget, fraction=fraction, **made)
+
+    def test_a_refusal_says_what_would_fit_and_it_does(self, budget):
+        wanted = mechanism(noise_multiplier=2.0, num_steps=200)
+        with pytest.raises(BudgetError, match="With its own sampling 200 steps") as refused:
+            train(budget, mechanism=wanted)
+        noise = float(re.search(r"noise_multiplier=([\d.]+), or", str(refused.value))[1])
+        steps = int(re.search(r", or (\d+) steps as it is;", str(refused.value))[1])
+        budget.admit(wanted.with_noise(noise), num_steps=200)
+        budget.admit(wanted, num_steps=steps)
+        assert steps == budget.most_steps(wanted)
+        with pytest.raises(BudgetError):
+            budget.admit(wanted.with_noise(noise / 1.02), num_steps=200)
+        with pytest.raises(BudgetError):
+            budget.admit(wanted, num_steps=steps + 1)
+
+    def test_a_refused_sequel_says_how_many_steps_are_left(self, budget):
+        wanted = mechanism(noise_multiplier=2.0, num_steps=200)
+        with pytest.raises(BudgetError, match=r"\d+ more steps as it is would fit"):
+            budget.admit(wanted, charged_steps=20, num_steps=200)
+
+    def test_a_refused_sweep_says_what_would_fit_and_it_does(self, budget):
+        wanted = mechanism(noise_multiplier=5.0, num_steps=60)
+        with pytest.raises(BudgetError, match="All 9 runs would fit at") as refused:
+            budget.admit_all(wanted, [60] * 9)
+        noise = float(re.search(r"noise_multiplier=([\d.]+), or", str(refused.value))[1])
+        runs = int(re.search(r"the first (\d+) as they are", str(refused.value))[1])
+        budget.admit_all(wanted.with_noise(noise), [60] * 9)
+        budget.admit_all(wanted, [60] * runs)
+        with pytest.raises(BudgetError):
+            budget.admit_all(wanted, [60] * (runs + 1))
 
 
 class TestRuns:
@@ -489,6 +637,61 @@ class TestCommandLine:
         assert shown["runs"] == 1
         assert 0.15 < shown["used"] < 0.17
 
+    def plan(self, files, capsys, *options):
+        capsys.readouterr()
+        assert cli.main(["budget", "plan", str(files / "b"), *options, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    @pytest.mark.parametrize(
+        ("sampling", "probability"),
+        [
+            (["--num-examples", "400", "--batch-size", "40"], 0.1),
+            (["--sampling-prob", "0.05"], 0.05),
+            (["--sampling", "full"], 1.0),
+        ],
+    )
+    def test_plan(self, files, capsys, sampling, probability):
+        """It says what fits; less noise or more steps do not."""
+        assert self.init(files) == 0
+        with Budget.open(files / "b", data=files / "private.csv") as budget:
+            budget.charge(GAUSSIAN)
+        found = self.plan(files, capsys, *sampling, "--epochs", "3", "--fraction", "0.5")
+        assert found["steps"] == math.ceil(3 / probability)
+        assert found["used"] > 0
+        at_noise = ["--noise-multiplier", repr(found["noise_multiplier"])]
+        again = self.plan(files, capsys, *sampling, *at_noise, "--fraction", "0.5")
+        # The noise is the least up to 0.1%, of which more steps may be made.
+        assert found["steps"] <= again["steps"] <= 1.01 * found["steps"] + 1
+
+        def event(noise, steps):
+            return accounting.poisson_event(noise, sampling_prob=probability, num_steps=steps)
+
+        budget = Budget.view(files / "b")
+        noise, steps = found["noise_multiplier"], again["steps"]
+        assert budget.fits(event(noise, steps), fraction=0.5)
+        assert not budget.fits(event(noise, steps + 1), fraction=0.5)
+        assert not budget.fits(event(noise / 1.02, found["steps"]), fraction=0.5)
+        alone = accounting.epsilon(event(noise, found["steps"]), DELTA, adjacency=budget.adjacency)
+        assert found["epsilon_alone"] == alone.epsilon
+
+    def test_plan_in_words(self, files, capsys):
+        assert self.init(files) == 0
+        capsys.readouterr()
+        plan = ["budget", "plan", str(files / "b"), "--sampling", "full"]
+        assert cli.main([*plan, "--steps", "30"]) == 0
+        out = capsys.readouterr().out
+        assert "30 steps at noise multiplier" in out
+        assert "all of what is left; 0% is used" in out
+        assert cli.main([*plan, "--noise-multiplier", "0.1"]) == 2
+        assert "at least one step fits" in capsys.readouterr().err
+        assert cli.main([*plan, "--noise-multiplier", "3", "--steps", "30"]) == 2
+        assert "got both" in capsys.readouterr().err
+        with Budget.open(files / "b", data=files / "private.csv") as budget:
+            budget.charge(dp_accounting.GaussianDpEvent(budget.least_noise * (1 + 1e-12)))
+            # Whoever uses it: asking takes no lock.
+            assert cli.main([*plan, "--steps", "30"]) == 2
+        assert "something left" in capsys.readouterr().err
+
     def test_the_promise_is_rounded_up(self, files, capsys):
         assert self.init(files, "--epsilon", "1.00000049", "--delta", "1.00000049e-6") == 0
         assert "epsilon 1.00001, delta 1.00001e-06 for all" in capsys.readouterr().out
@@ -554,7 +757,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
-            (["budget"], "init or show"),
+            (["budget"], "init, show or plan"),
             (
                 ["budget", "show", "nowhere"],
                 "expected a budget in 'nowhere', got no such folder; check the path.",

@@ -123,6 +123,28 @@ def test_fixed_size_falls_back_to_rdp_and_says_so(capsys):
     assert found["epsilon"] == pytest.approx(22.16, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "sampling", "steps"),
+    [
+        ("100", ["--num-examples", "48000", "--batch-size", "500"], 9_600),
+        ("0.1", ["--num-examples", "1000", "--batch-size", "10"], 10),
+        ("1.5", ["--num-examples", "1000", "--batch-size", "300"], 5),
+        ("1", ["--num-examples", "1001", "--batch-size", "10"], 101),
+        ("3", ["--sampling-prob", "0.01"], 300),
+        ("7", ["--sampling", "full"], 7),
+    ],
+)
+def test_epochs_are_steps(capsys, epochs, sampling, steps):
+    """Rounded up, and not by the rounding of a division."""
+    options = [*sampling, "--delta", "1e-6", "--accountant", "rdp"]
+    noise = ["account", "--noise-multiplier", "3"]
+    found = run_json(capsys, *noise, *options, "--epochs", epochs)
+    assert found["steps"] == steps
+    assert found == run_json(capsys, *noise, *options, "--steps", str(steps))
+    found = run_json(capsys, "calibrate", "--epsilon", "3", *options, "--epochs", epochs)
+    assert found["steps"] == steps
+
+
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_calibrate_stays_below_the_target(capsys, accountant):
     found = run_json(capsys, "calibrate", "--epsilon", "3", *CIFAR, "--accountant", accountant)
@@ -162,15 +184,40 @@ def test_dropped_orders_are_not_reported(capsys, caplog):
 BAD = {
     "no command": ([], "expected a command"),
     "unknown command": (["train"], "got 'train'"),
-    "unknown option": ([*ACCOUNT, *SMALL, "--frobnicate", "3"], "got --frobnicate 3"),
-    "abbreviated option": ([*ACCOUNT, *SMALL, "--acc", "rdp"], "got --acc rdp"),
-    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "expected --steps"),
+    "unknown option": ([*ACCOUNT, *SMALL, "--frobnicate", "3"], "got --frobnicate; see"),
+    "abbreviated option": ([*ACCOUNT, *SMALL, "--acc", "rdp"], "did you mean --accountant?"),
+    "mistyped option": (
+        ["account", "--noise-multipler", "1.5", *SMALL],
+        "got --noise-multipler (did you mean --noise-multiplier?); see 'mirrordp account --help'",
+    ),
+    "mistyped option with a value": (
+        ["calibrate", "--epsilom=1", *SMALL],
+        "got --epsilom (did you mean --epsilon?)",
+    ),
+    "one dash": (["calibrate", "-epsilon", "1", *SMALL], "(did you mean --epsilon?)"),
+    "underscores": ([*ACCOUNT, "--sampling_prob", "0.1"], "(did you mean --sampling-prob?)"),
+    "mistyped option of a command's command": (
+        ["budget", "init", "b", "--epsilon", "3", "--dleta", "1e-6", "--data", "x.csv"],
+        "got --dleta (did you mean --delta?); see 'mirrordp budget init --help'",
+    ),
+    "mistyped option before the command": (["--verison"], "(did you mean --version?)"),
+    "mistyped command": (["calibrat"], "got 'calibrat' (did you mean calibrate?)"),
+    "mistyped command of a command": (["budget", "shwo"], "got 'shwo' (did you mean show?)"),
+    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "expected one of --steps, --epochs"),
+    "steps and epochs": (
+        [*ACCOUNT, *SMALL, "--epochs", "3"],
+        "either --steps or --epochs, got both",
+    ),
+    "too many epochs": (
+        [*ACCOUNT, *SMALL[:2], "--epochs", "1e6", "--delta", "1e-5"],
+        "at most 10000000 steps, got 100000000",
+    ),
     "missing value": (["account", "--noise-multiplier"], "expected a value, got none"),
     "not a number": ([*ACCOUNT, *SMALL[:2], "--steps", "many"], "got 'many'"),
     "fractional steps": ([*ACCOUNT, *SMALL[:2], "--steps", "1.5"], "positive integer, got '1.5'"),
     "too many steps": (
         [*ACCOUNT, *SMALL[:2], "--steps", "1e12", "--delta", "1e-5"],
-        "expected --steps of at most",
+        "expected at most 10000000 steps",
     ),
     "no noise": (["account", "--noise-multiplier", "0", *SMALL], "positive finite number"),
     "NaN noise": (["account", "--noise-multiplier", "nan", *SMALL], "got 'nan'"),

@@ -4,8 +4,10 @@ import warnings
 
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
 
+import mirrordp
 from mirrordp import (
     Overlap,
     PrivateClients,
@@ -327,3 +329,73 @@ class TestNobodyChangesTheNumbersOfAnother:
         """NumPy counts them among the integers; one row in seconds turns days into seconds."""
         with pytest.raises(TypeError, match=r"must hold numbers, got dtype timedelta64"):
             kind(np.array([1, 2], "m8[D]"))
+
+
+class OneAtATime:
+    """A data set as PyTorch has them: it need never raise an IndexError."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index > 1_000:
+            pytest.fail("it was read without end")
+        return np.full(2, index % 3, np.float32)
+
+
+class TensorDataset(OneAtATime):
+    tensors = (np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return tuple(tensor[index % 3] for tensor in self.tensors)
+
+
+class Loader:
+    def __iter__(self):
+        return iter(np.zeros((3, 2)))
+
+
+class TestOtherContainers:
+    """What gives one example at a time is refused at once, and in words."""
+
+    @pytest.mark.parametrize("data", [OneAtATime(), TensorDataset(), Loader(), object()])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            PrivateData,
+            PublicData,
+            lambda data: PrivateData({"x": np.zeros(3), "y": data}),
+            lambda data: mirrordp.PrivateClients.from_rows(data, [0, 1, 1]),
+            lambda data: mirrordp.PublicClients.from_users([data]),
+            lambda data: mirrordp.PrivateClients(data, np.array([3]), None, 5),
+            lambda data: mirrordp.split(data, public_fraction=0.5, seed=0),
+        ],
+    )
+    def test_refused(self, make, data):
+        with pytest.raises(TypeError, match=f"takes arrays.* got {type(data).__name__} at arrays"):
+            make(data)
+
+    def test_the_advice_works(self):
+        dataset = TensorDataset()
+        with pytest.raises(TypeError, match=r"PrivateData\(tuple\(np.asarray\(t\) for t in"):
+            PrivateData(dataset)
+        assert len(PrivateData(tuple(np.asarray(t) for t in dataset.tensors))) == 3
+        dataset = OneAtATime()
+        with pytest.raises(TypeError, match=r"np.stack\(\[dataset\[i\] for i in range"):
+            PrivateData(dataset)
+        assert len(PrivateData(np.stack([dataset[i] for i in range(len(dataset))]))) == 3
+
+    def test_arrays_of_other_libraries_are_taken(self):
+        class Tensor:
+            def __array__(self, dtype=None, copy=None):
+                return np.ones((3, 2), np.float32)
+
+        frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0]})
+        trees = [jnp.ones((3, 2)), frame, Tensor(), range(3), memoryview(np.ones(3)), {"x": frame}]
+        for tree in trees:
+            assert len(PrivateData(tree)) == 3
+
+    def test_a_list_of_numbers_is_told_to_become_an_array(self):
+        with pytest.raises(ValueError, match="Make an array of a list"):
+            PrivateData({"x": [1.0, 2.0]})

@@ -7,6 +7,7 @@ notebook. A block that cannot run has a line above it that says so to the reader
 
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,10 @@ def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
         if is_marked or kind == "":
             continue
         if kind == "python":
-            run_python(code, page.name, line, namespace)
+            with warnings.catch_warnings():
+                # What a page shows must work as it says.
+                warnings.filterwarnings("error", message=".*did not converge")
+                run_python(code, page.name, line, namespace)
         else:
             assert kind == "bash", f"{page.name}:{line}: write python, bash or nothing, not {kind}"
             run_shell(code)

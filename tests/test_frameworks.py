@@ -145,3 +145,38 @@ def test_batch_normalisation_cannot_couple_examples():
 def test_a_loss_over_a_batch_axis_is_refused():
     with pytest.raises(ValueError, match="must return one scalar"):
         trained(lambda params, example: jnp.tanh(example["x"]) * params, jnp.ones(3))
+
+
+class TestRandomKeysInTheState:
+    """nnx keeps the keys of dropout beside the parameters."""
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(3, 2, rngs=rngs)
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    GRAPH, STATE = nnx.split(Network(nnx.Rngs(0)))
+
+    def loss(self, state, example):
+        return cross_entropy(nnx.merge(self.GRAPH, state).linear(example["x"]), example["y"])
+
+    def started(self, **options):
+        # Few passes: whether it converges is no matter here.
+        return mirrordp.warm_start(
+            self.loss, self.STATE, mirrordp.PublicData(PUBLIC), optimizer=optax.sgd(0.3), **options
+        )
+
+    def test_trainable_keys_are_refused_in_words(self):
+        with pytest.raises(TypeError, match=r"floating point, got uint32 .*nnx.split"):
+            self.started()
+        with pytest.raises(TypeError, match=r"floating point, got uint32 .*nnx.split"):
+            trained(self.loss, self.STATE)
+
+    @pytest.mark.parametrize("average", [None, mirrordp.ExponentialAverage(0.5)])
+    def test_frozen_keys_stay_what_they_are(self, average):
+        floats = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), self.STATE)
+        found = self.started(trainable=floats, average=average).params
+        assert mean_loss(self.loss, found) < mean_loss(self.loss, self.STATE)
+        before, after = (state["dropout"]["rngs"] for state in (self.STATE, found))
+        assert after["key"][...] == before["key"][...]
+        assert after["count"][...] == before["count"][...]

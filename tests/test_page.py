@@ -336,6 +336,60 @@ def test_comparing_what_cannot_be_compared_is_said(capsys):
         Comparison.of({"a": one, "b": other}, "accuracy")
 
 
+def table_report(target, value, epsilon_scale=1.0, **options):
+    """As `mirrordp fit --test` leaves it."""
+    results = {"method": "exact", "task": "regression", "target": target, "test_rmse": value}
+    return make_report(epsilon_scale, curves=[], results=results, **options)
+
+
+def test_models_of_different_targets_are_said_to_be():
+    same = Comparison.of({"a": table_report("y", 1.0), "b": table_report("y", 2.0, 2.0)})
+    assert "target" not in " ".join(same.notes())
+    assert list(same.groups()) == ["exact"]
+    other = Comparison.of({"a": table_report("y", 1.0), "b": table_report("income", 2.0, 2.0)})
+    assert (
+        "The runs predict different targets (regression of 'income', regression of 'y'): their "
+        "quality cannot be compared."
+    ) in other.notes()
+    # No line joins them, and the table says which is which.
+    assert list(other.groups()) == ["exact, regression of 'y'", "exact, regression of 'income'"]
+    assert "exact, regression of 'income'" in other.text()
+    assert [row["target"] for row in other.to_dict()["rows"]] == [
+        "regression of 'y'", "regression of 'income'",
+    ]  # fmt: skip
+
+
+def test_models_of_different_titles_are_said_to_be():
+    one = make_report(curves=[])
+    assert "titles" not in " ".join(Comparison.of({"a": one, "b": one}).notes())
+    other = dataclasses.replace(one, title="another model")
+    notes = " ".join(Comparison.of({"a": one, "b": other}).notes())
+    assert "different titles (a small run; another model)" in notes
+
+
+def test_points_bear_the_names_of_their_runs(monkeypatch):
+    import matplotlib.axes
+
+    shown = []
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "annotate", lambda self, text, *_, **__: shown.append(text)
+    )
+    hostile = f"b$_{HOSTILE}"
+    two = {"run-a": table_report("y", 1.0), hostile: table_report("y", 2.0, 2.0)}
+    comparison = Comparison.of(two)
+    comparison.figure()
+    assert shown[0] == "run-a"
+    assert shown[1].startswith(r"b\$_</title>")
+    drawn = Page(comparison_page(comparison))
+    assert "run-a" in drawn.text
+    assert "script" not in drawn.tags
+    assert comparison_page(comparison).count(">run-a</text>") > 0
+    # One run with several methods has nothing to tell apart, and many runs have no room.
+    assert Comparison.of({"one": make_report()}).names([]) is None
+    many = Comparison.of({f"run {i}": table_report("y", 1.0, 1 + i) for i in range(13)})
+    assert many.names(many.rows) is None
+
+
 def test_folders_of_one_name_are_told_apart(tmp_path):
     paths = [tmp_path / "a" / "out", tmp_path / "b" / "out"]
     for path in paths:

@@ -95,24 +95,35 @@ class TestWarmStart:
         assert np.linalg.norm(found.params) < 3
 
     def test_says_when_it_did_not_converge(self):
-        found = warm_start(
-            tools.squared_distance,
-            jnp.full(3, 5.0),
-            PublicData(X),
-            optimizer=optax.sgd(1e-3),
-            max_epochs=3,
-        )
+        advice = "did not converge: after 3 passes .* larger learning rate .*max_epochs"
+        with pytest.warns(RuntimeWarning, match=advice) as caught:
+            found = warm_start(
+                tools.squared_distance,
+                jnp.full(3, 5.0),
+                PublicData(X),
+                optimizer=optax.sgd(1e-3),
+                max_epochs=3,
+            )
+        assert len(caught) == 1
         assert not found.converged
         assert found.num_epochs == 3
 
-    def test_a_loss_that_is_never_finite_did_not_converge(self):
+    def test_says_nothing_when_it_converged(self, recwarn):
         found = warm_start(
-            lambda p, x: jnp.sum(p) * jnp.nan,
-            jnp.zeros(3),
-            PublicData(X),
-            max_epochs=20,
-            patience=3,
+            tools.squared_distance, jnp.zeros(3), PublicData(X), optimizer=optax.sgd(0.5)
         )
+        assert found.converged
+        assert not recwarn.list
+
+    def test_a_loss_that_is_never_finite_did_not_converge(self):
+        with pytest.warns(RuntimeWarning, match="did not converge: .* not finite .* smaller"):
+            found = warm_start(
+                lambda p, x: jnp.sum(p) * jnp.nan,
+                jnp.zeros(3),
+                PublicData(X),
+                max_epochs=20,
+                patience=3,
+            )
         assert not found.converged
         np.testing.assert_array_equal(found.params, np.zeros(3))
 

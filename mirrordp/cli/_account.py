@@ -3,11 +3,12 @@
 import argparse
 import json
 import math
-import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from mirrordp import accounting
+from mirrordp._warn import warn
 from mirrordp.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.cli._common import (
     UsageError,
@@ -29,7 +30,7 @@ ORDERS = {"default": None, "coarse": accounting.COARSE_ORDERS}
 
 # Beyond these nothing is protected, and computing by how much would take minutes or all memory.
 _LEAST_NOISE = 0.01
-_MOST_STEPS = 10**7
+MOST_STEPS = 10**7
 _LARGEST_FOR_PLD = 1e5
 
 
@@ -66,7 +67,8 @@ def add_account_commands(commands: Any) -> None:
     _add_mechanism_options(calibrate)
 
 
-def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How batches are drawn; `sampling_of` reads it."""
     parser.add_argument(
         "--num-examples", type=positive_integer, metavar="N", help="private records"
     )
@@ -80,8 +82,30 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
         help="probability of a record to join a step, instead of N and B",
     )
     parser.add_argument(
-        "--steps", type=positive_integer, required=True, metavar="T", help="training steps"
+        "--sampling",
+        type=one_of(*SAMPLINGS),
+        default="poisson",
+        metavar="{poisson,fixed,full}",
+        help="how batches are drawn (default: %(default)s)",
     )
+
+
+def add_steps_options(parser: argparse.ArgumentParser) -> Any:
+    """How many steps, in one of two ways; `steps_of` reads it. Returns the group of both."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--steps", type=positive_integer, metavar="T", help="training steps")
+    group.add_argument(
+        "--epochs",
+        type=positive,
+        metavar="E",
+        help="passes over the records instead of steps: E times N/B steps, rounded up",
+    )
+    return group
+
+
+def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
+    add_sampling_options(parser)
+    add_steps_options(parser)
     parser.add_argument(
         "--delta", type=open_unit_interval, required=True, metavar="D", help="delta, below 1/N"
     )
@@ -96,13 +120,6 @@ def _add_mechanism_options(parser: argparse.ArgumentParser) -> None:
         type=one_of(*ORDERS),
         metavar="{default,coarse}",
         help="Renyi orders, for --accountant rdp; coarse is the grid behind the paper's 8.32",
-    )
-    parser.add_argument(
-        "--sampling",
-        type=one_of(*SAMPLINGS),
-        default="poisson",
-        metavar="{poisson,fixed,full}",
-        help="how batches are drawn (default: %(default)s)",
     )
     add_adjacency(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -141,10 +158,34 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent], float]:
     """The event as a function of the noise multiplier, and q; refuses what does not fit."""
-    n, batch, q = arguments.num_examples, arguments.batch_size, arguments.sampling_prob
+    n = arguments.num_examples
+    event, q = sampling_of(arguments, Adjacency(arguments.adjacency))
+    # What is printed, and what the rest of the command reads.
+    arguments.steps = steps = steps_of(arguments, q)
+    if n is not None and arguments.delta > 1 / n:
+        warn(
+            f"delta={arguments.delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a "
+            "random record would qualify; choose a delta well below 1/n."
+        )
+    return lambda sigma: event(sigma, steps), float(q)
+
+
+def steps_of(arguments: argparse.Namespace, q: Fraction) -> int:
+    """The number of steps, given as such or in epochs; refuses too many."""
     steps = arguments.steps
-    if steps > _MOST_STEPS:
-        raise UsageError(f"expected --steps of at most {_MOST_STEPS}, got {steps}; take fewer.")
+    if steps is None:
+        # More steps than asked for cost more than is stated, so that fractions are rounded up.
+        steps = math.ceil(Fraction(repr(arguments.epochs)) / q)
+    if steps > MOST_STEPS:
+        raise UsageError(f"expected at most {MOST_STEPS} steps, got {steps}; take fewer.")
+    return steps
+
+
+def sampling_of(
+    arguments: argparse.Namespace, adjacency: Adjacency
+) -> tuple[Callable[[float, int], DpEvent], Fraction]:
+    """The event as a function of noise multiplier and steps, and q; refuses what does not fit."""
+    n, batch, q = arguments.num_examples, arguments.batch_size, arguments.sampling_prob
     if q is not None and batch is not None:
         raise UsageError(
             "expected either --sampling-prob or --num-examples with --batch-size, got both; "
@@ -155,13 +196,6 @@ def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent
             f"expected --batch-size of at most --num-examples ({n}), got {batch}; choose a smaller "
             "batch."
         )
-    if n is not None and arguments.delta > 1 / n:
-        warnings.warn(
-            f"delta={arguments.delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a "
-            "random record would qualify; choose a delta well below 1/n.",
-            stacklevel=1,
-        )
-    adjacency = Adjacency(arguments.adjacency)
     if arguments.sampling == "full":
         if (q is not None and q != 1) or (batch is not None and batch != n):
             came = f"--sampling-prob {q:g}" if q is not None else f"--batch-size {batch}"
@@ -169,7 +203,7 @@ def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent
                 f"expected every record in every batch with --sampling full, got {came}; leave it "
                 "out, or use --sampling poisson."
             )
-        return lambda sigma: accounting.full_batch_event(sigma, num_steps=steps), 1.0
+        return lambda sigma, steps: accounting.full_batch_event(sigma, num_steps=steps), Fraction(1)
     if arguments.sampling == "fixed":
         if n is None or batch is None:
             raise UsageError(
@@ -182,20 +216,21 @@ def _mechanism(arguments: argparse.Namespace) -> tuple[Callable[[float], DpEvent
                 f"{adjacency.value}, for which there is no analysis; use --adjacency replace or "
                 "--sampling poisson, which costs less."
             )
-        return (
-            lambda sigma: accounting.fixed_size_event(
-                sigma, num_examples=n, batch_size=batch, num_steps=steps
-            ),
-            batch / n,
+        return lambda sigma, steps: accounting.fixed_size_event(
+            sigma, num_examples=n, batch_size=batch, num_steps=steps
+        ), Fraction(batch, n)
+    if q is not None:
+        prob = Fraction(repr(q))
+    elif n is not None and batch is not None:
+        prob = Fraction(batch, n)
+    else:
+        raise UsageError(
+            "expected --num-examples with --batch-size, or --sampling-prob, got "
+            f"{_given(arguments)}; give one of the two."
         )
-    if q is None:
-        if n is None or batch is None:
-            raise UsageError(
-                "expected --num-examples with --batch-size, or --sampling-prob, got "
-                f"{_given(arguments)}; give one of the two."
-            )
-        q = batch / n
-    return lambda sigma: accounting.poisson_event(sigma, sampling_prob=q, num_steps=steps), q
+    return lambda sigma, steps: accounting.poisson_event(
+        sigma, sampling_prob=float(prob), num_steps=steps
+    ), prob
 
 
 def _given(arguments: argparse.Namespace) -> str:

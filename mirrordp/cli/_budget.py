@@ -1,12 +1,20 @@
-"""`mirrordp budget init` and `mirrordp budget show`."""
+"""`mirrordp budget init`, `mirrordp budget show` and `mirrordp budget plan`."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from mirrordp import accounting
 from mirrordp.accounting import Adjacency
 from mirrordp.budget import Budget, BudgetStatus
+from mirrordp.cli._account import (
+    MOST_STEPS,
+    add_sampling_options,
+    add_steps_options,
+    sampling_of,
+    steps_of,
+)
 from mirrordp.cli._common import (
     Parser,
     UsageError,
@@ -17,6 +25,7 @@ from mirrordp.cli._common import (
     open_unit_interval,
     patiently,
     positive,
+    probability,
     table_errors,
 )
 from mirrordp.mechanism import UNITS
@@ -24,7 +33,7 @@ from mirrordp.report import percent_upwards, upwards
 
 
 def add_budget_commands(commands: Any) -> None:
-    """Registers `budget` and its two commands."""
+    """Registers `budget` and its commands."""
     summary = "one budget for all runs on the same private data"
     budget = add_command(
         commands,
@@ -75,12 +84,36 @@ def add_budget_commands(commands: Any) -> None:
         "example: mirrordp budget show b",
     )
     show.add_argument("folder", type=Path, metavar="DIR", help="the budget's folder")
-    for parser in (init, show):
+    plan = add_command(
+        kinds,
+        "plan",
+        _budget_plan,
+        "what may still be run: the least noise for some steps, or the most steps at some noise",
+        "example: mirrordp budget plan b --num-examples 48000 --batch-size 500 --epochs 20",
+    )
+    plan.add_argument("folder", type=Path, metavar="DIR", help="the budget's folder")
+    add_sampling_options(plan)
+    add_steps_options(plan).add_argument(
+        "--noise-multiplier",
+        type=positive,
+        metavar="S",
+        help="noise over the clip norm, to be told how many steps fit",
+    )
+    plan.add_argument(
+        "--fraction",
+        type=probability,
+        default=1.0,
+        metavar="F",
+        help="share of what is left that the run may take (default: all)",
+    )
+    for parser in (init, show, plan):
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _no_budget_command(arguments: argparse.Namespace) -> int:
-    raise UsageError(f"expected a command (init or show), got none; see '{arguments.prog} --help'.")
+    raise UsageError(
+        f"expected a command (init, show or plan), got none; see '{arguments.prog} --help'."
+    )
 
 
 def _budget_init(arguments: argparse.Namespace) -> int:
@@ -106,6 +139,71 @@ def _budget_show(arguments: argparse.Namespace) -> int:
         status = Budget.status_of(arguments.folder)
     _print_status(arguments, status)
     return 0
+
+
+def _budget_plan(arguments: argparse.Namespace) -> int:
+    with table_errors(), patiently("searching what fits"):
+        budget = Budget.view(arguments.folder)
+        event, q = sampling_of(arguments, budget.adjacency)
+        noise = arguments.noise_multiplier
+        if noise is None:
+            steps = steps_of(arguments, q)
+            noise = accounting.least_noise(
+                lambda sigma: budget.fits(event(sigma, steps), fraction=arguments.fraction)
+            )
+        else:
+            steps = accounting.most_steps(
+                lambda steps: (
+                    steps <= MOST_STEPS
+                    and budget.fits(event(noise, steps), fraction=arguments.fraction)
+                )
+            )
+        if noise is None or steps == 0:
+            raise UsageError(_nothing_fits(budget, arguments))
+        delta = budget.status.delta
+        alone = accounting.epsilon(event(noise, steps), delta, adjacency=budget.adjacency)
+    if arguments.json:
+        result = {
+            "noise_multiplier": noise,
+            "steps": steps,
+            "epochs": float(steps * q),
+            "sampling": arguments.sampling,
+            "sampling_prob": float(q),
+            "fraction": arguments.fraction,
+            "adjacency": budget.adjacency.value,
+            "unit": budget.unit,
+            "epsilon_alone": alone.epsilon,
+            "delta": delta,
+            "used": budget.status.used,
+        }
+        print(json.dumps(result, allow_nan=False))
+        return 0
+    share = "all" if arguments.fraction == 1 else f"{arguments.fraction:g}"
+    rows = [
+        ("fits", f"{counted(steps, 'step')} at noise multiplier {upwards(noise, 6)}"),
+        ("sampling", f"{arguments.sampling}, probability {float(q):.6g}"),
+        ("epochs", f"{float(steps * q):.6g}, if an epoch is as many draws as there are records"),
+        ("takes", f"{share} of what is left; {percent_upwards(budget.status.used)} is used"),
+        ("adjacency", budget.adjacency.value),
+        ("unit", f"one {budget.unit}"),
+        ("alone", f"epsilon {upwards(alone.epsilon, 6)} at delta {upwards(delta, 6)}"),
+    ]
+    for name, value in rows:
+        print(f"{name:<12}{value}")
+    return 0
+
+
+def _nothing_fits(budget: Budget, arguments: argparse.Namespace) -> str:
+    status = budget.status
+    if status.largest_epsilon <= 0:
+        return (
+            f"expected a budget with something left, got {str(arguments.folder)!r}, of which "
+            f"{percent_upwards(status.used)} is used; stop here."
+        )
+    return (
+        "expected settings of which at least one step fits, got too much for what is left "
+        f"({percent_upwards(status.used)} is used); use more noise or a larger --fraction."
+    )
 
 
 def _print_status(arguments: argparse.Namespace, status: BudgetStatus) -> None:

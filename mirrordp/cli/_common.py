@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import contextvars
+import difflib
+import itertools
 import math
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from mirrordp._files import StorageError
@@ -29,11 +31,53 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, except that an error is one sentence and no usage text."""
+    """argparse, except that an error is one sentence and no usage text.
+
+    An option that is unknown is said to be so, with the one that may have been meant, before
+    anything is said to be missing: what is missing usually is the one that was mistyped.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parses, once every option is known."""
+        given = list(sys.argv[1:] if args is None else args)
+        for word in self._own_words(given):
+            name = word.partition("=")[0]
+            if _OPTION.match(name) and name not in self._option_string_actions:
+                known = [option for option in self._option_string_actions if option[:2] == "--"]
+                raise UsageError(
+                    f"expected only known options, got {name}"
+                    f"{did_you_mean(name, known)}; see '{self.prog} --help'."
+                )
+        return super().parse_known_args(args, namespace)
+
+    def _own_words(self, words: list[str]) -> list[str]:
+        """The words that this parser reads itself, not the ones of a command below it."""
+        if "--" in words:
+            words = words[: words.index("--")]
+        if self._subparsers is not None:
+            words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+        return words
 
     def error(self, message: str) -> NoReturn:
         """Raises a `UsageError`."""
         raise UsageError(f"{_rephrased(message)}; see '{self.prog} --help'.")
+
+
+# Not the sign of a number.
+_OPTION = re.compile(r"--?[A-Za-z]")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that follows a word that is none of those known, where one of them is near.
+
+    >>> did_you_mean("--epsilom", ["--delta", "--epsilon"])
+    ' (did you mean --epsilon?)'
+    """
+    known = sorted(known)
+    bare = word.lstrip("-").replace("_", "-").lower()
+    near = [name for name in known if len(bare) > 1 and name.lstrip("-").startswith(bare)]
+    near = near or difflib.get_close_matches(f"--{bare}" if word[0] == "-" else bare, known, 1)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _rephrased(message: str) -> str:
@@ -41,8 +85,17 @@ def _rephrased(message: str) -> str:
     missing = "the following arguments are required: "
     if message.startswith(missing):
         return f"expected {message.removeprefix(missing)}, got nothing for it"
+    one_of_them = re.search(r"^one of the arguments (.*) is required$", message)
+    if one_of_them is not None:
+        return f"expected one of {', '.join(one_of_them[1].split())}, got none of them"
+    if (
+        both := re.search(r"^argument (\S+): not allowed with argument (\S+)$", message)
+    ) is not None:
+        return f"expected either {both[2]} or {both[1]}, got both"
     if (choice := re.search(r"invalid choice: ('.*?') \(choose from (.*)\)$", message)) is not None:
-        return f"expected a command ({choice[2].replace(chr(39), '')}), got {choice[1]}"
+        known = choice[2].replace("'", "")
+        near = did_you_mean(choice[1].strip("'"), known.split(", "))
+        return f"expected a command ({known}), got {choice[1]}{near}"
     if message.endswith("expected one argument"):
         message = message.replace("expected one argument", "expected a value, got none")
     return message.removeprefix("argument ")

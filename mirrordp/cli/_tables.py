@@ -6,13 +6,13 @@ import json
 import shlex
 import shutil
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mirrordp import tabular
 from mirrordp._files import HAS_LOCKS
+from mirrordp._warn import warn
 from mirrordp.budget import Budget
 from mirrordp.checkpoint import (
     Checkpoint,
@@ -321,10 +321,9 @@ def _remove_secrets(arguments: argparse.Namespace, run_folder: Path) -> None:
         remove_checkpoints(run_folder)
         shutil.rmtree(run_folder)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{str(run_folder)!r} could not be removed ({error.strerror}); remove it by hand: who "
             "has it can subtract the noise.",
-            stacklevel=1,
         )
 
 

@@ -18,7 +18,6 @@ are not floats, no dependence on the example) is left to `mirrordp.clipping` as 
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mirrordp import _validate, clipping, sums
+from mirrordp._warn import warn
 from mirrordp.clipping import (
     ClippedGrad,
     ClipStats,
@@ -103,12 +103,11 @@ def _names(params: Params, trainable: PyTree | None) -> list[str]:
 def _warn_if_large(name: str, leaves: Sequence[Any], rows: int, reason: str) -> None:
     numbers = rows * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
     if numbers >= LARGE:
-        warnings.warn(
+        warn(
             f"ghost clipping forms explicit gradients of {rows} examples for {name} "
             f"({numbers / 2**18:,.0f} MiB in float32): {reason}. The result is right, but slow; "
             "microbatch_size bounds the memory, and mirrordp.ghost.explain(loss_fn, params, batch) "
             "shows the path of every parameter.",
-            stacklevel=3,
         )
 
 

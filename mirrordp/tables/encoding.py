@@ -4,12 +4,12 @@ import collections
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from mirrordp._warn import warn
 from mirrordp.data import UnprotectedWarning
 from mirrordp.tables.columns import (
     CategoryColumn,
@@ -128,12 +128,11 @@ class TableEncoding:
             else:
                 which = advice = ""
             if which and 2 * tally.wrong <= tally.filled:
-                warnings.warn(
+                warn(
                     f"{mark(private)}{tally.unfamiliar} of {tally.filled} filled cells of column "
                     f"{name!r} in {source!r} are {which} of the public table and tell the model "
                     f"little; {advice}.",
                     UnprotectedWarning if private else UserWarning,
-                    stacklevel=3,
                 )
             if not tally.wrong:
                 continue
@@ -147,10 +146,9 @@ class TableEncoding:
                     f"{where}; bring both tables into the same form."
                 )
             if not isinstance(kind, CategoryColumn):
-                warnings.warn(
+                warn(
                     f"{mark(private)}expected {expected}, got {came} in {where}; {rule}.",
                     UnprotectedWarning if private else UserWarning,
-                    stacklevel=3,
                 )
 
     def to_dict(self) -> dict[str, Any]:

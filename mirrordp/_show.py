@@ -1,0 +1,45 @@
+"""Short descriptions of objects, for a prompt and for a notebook."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from mirrordp.charts import escaped
+from mirrordp.types import PyTree
+
+_MOST_ARRAYS = 4
+
+
+def array_kinds(arrays: PyTree, rows: str | None = None) -> list[tuple[str, str]]:
+    """The name and the kind of each array, such as ("x", "float32[200, 5]"); never its content.
+
+    Args:
+        arrays: a tree of arrays with one common leading axis.
+        rows: what to show in place of the length of that axis, where it may be a secret.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        sizes = np.shape(leaf)
+        first = f"{sizes[0]}" if rows is None else rows
+        found.append((name, f"{leaf.dtype}[{', '.join((first, *map(str, sizes[1:])))}]"))
+    return found
+
+
+def listed_kinds(kinds: list[tuple[str, str]]) -> str:
+    """Some of them in a line."""
+    shown = [f"{name}: {kind}" if name else kind for name, kind in kinds[:_MOST_ARRAYS]]
+    more = len(kinds) - _MOST_ARRAYS
+    return ", ".join([*shown, f"{more} more arrays"] if more > 0 else shown)
+
+
+def table(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> str:
+    """A heading, names and values, and a note, as HTML; every text in it is escaped."""
+    lines = "".join(
+        f'<tr><th style="text-align:left">{escaped(name)}</th>'
+        f'<td style="text-align:left">{escaped(value)}</td></tr>'
+        for name, value in rows
+    )
+    end = f"<p>{escaped(note)}</p>" if note else ""
+    return f"<div><b>{escaped(title)}</b><table>{lines}</table>{end}</div>"
