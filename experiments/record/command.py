@@ -1,0 +1,372 @@
+"""`python -m experiments record`: the recipe's public starts and private runs.
+
+    split FOLDER            write the images of a search, without test images
+    public CONFIG           learn from public images; writes a start and a line
+    private CONFIG          go on from that start under differential privacy; writes a line
+
+With `--split FOLDER` validation images judge (a search); without it the test images do, once, at
+the end of a final run. A run that has its line is skipped, so that a command can be repeated.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import datasets, records
+from experiments.record import data as images
+from experiments.record import pretraining, private
+from experiments.record.network import WideResNet, num_parameters
+from experiments.record.settings import Settings, SettingsError, load
+from mirrordp.report import upwards
+from mirrordp.types import Params
+
+RESULTS = Path(__file__).parents[1] / "results" / "record"
+PACKAGES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
+EVALUATED_AT_A_TIME = 1000
+
+Found = dict[str, float | None]
+
+
+# Evaluation
+
+
+def evaluate(network: WideResNet, params: Params, examples: images.Examples) -> Found:
+    """Accuracy and loss on scaled images, and accuracy of the mean with the mirrored image."""
+    pixels, labels = examples
+    sums = np.zeros(3)
+    for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
+        some = slice(first, first + EVALUATED_AT_A_TIME)
+        sums += np.asarray(_sums(network, params, pixels[some], labels[some]))
+    accuracy, mirrored, loss = (float(value) for value in sums / len(pixels))
+    return {"accuracy": accuracy, "mirrored_accuracy": mirrored, "loss": finite(loss)}
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _sums(network: WideResNet, params: Params, pixels: jax.Array, labels: jax.Array):
+    logits = network.predict(params, pixels)
+    both = jax.nn.log_softmax(logits) + jax.nn.log_softmax(
+        network.predict(params, pixels[:, :, ::-1])
+    )
+    losses = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(len(labels)), labels]
+    right = [(one.argmax(1) == labels).sum() for one in (logits, both)]
+    return jnp.stack([*right, losses.sum()])
+
+
+def finite(value: float) -> float | None:
+    """The number as JSON has it; None where it is not finite."""
+    return round(value, 5) if np.isfinite(value) else None
+
+
+# Starts
+
+
+def save_start(path: Path, network: WideResNet, params: Params, about: records.Record) -> None:
+    """Write parameters with the network that they belong to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))}
+    partial = path.with_suffix(".partial.npz")
+    about = about | {"network": {"depth": network.depth, "width": network.width}}
+    np.savez(partial, allow_pickle=False, about=json.dumps(about), **leaves)
+    partial.rename(path)
+
+
+def load_start(path: Path, dtype: str) -> tuple[WideResNet, Params, records.Record]:
+    """The network, with activations of `dtype`, its parameters, and what was said of them."""
+    if not path.exists():
+        raise SettingsError(f"there is no start {path}. Make it with `record public` first.")
+    with np.load(path) as arrays:
+        about = json.loads(str(arrays["about"]))
+        network = WideResNet(**about["network"], dtype=dtype)
+        like = jax.eval_shape(network.init, jax.random.key(0))
+        leaves, tree = jax.tree.flatten(like)
+        params = tree.unflatten(
+            [jnp.asarray(arrays[str(n)], jnp.float32) for n in range(len(leaves))]
+        )
+    return network, params, about
+
+
+def start_id(settings: Settings, seed: int, teachers: Sequence[str]) -> str:
+    """Identifies a public start."""
+    return records.fingerprint([settings.public_identity(), seed, sorted(teachers)])
+
+
+# The two kinds of run
+
+
+def run_public(
+    settings: Settings,
+    parts: images.Images,
+    starts: Path,
+    *,
+    seed: int,
+    teachers: Sequence[Path] = (),
+    deadline: float | None = None,
+    shared: bool = False,
+) -> records.Record:
+    """Pre-train, keep the start, and say how good it is."""
+    loaded = [load_start(path, settings.network.dtype) for path in teachers]
+    taught_by = [about["id"] for *_, about in loaded]
+    name = start_id(settings, seed, taught_by)
+    judges = parts.scaled(parts.judges)
+    curve: list[list[Any]] = []
+    best: tuple[float, int, Params | None] = (0.0, 0, None)
+    is_search = parts.judged_by == "validation"
+    every = max(1, settings.public.steps // (12 * pretraining.STEPS_PER_CALL))
+
+    def on_progress(step: int, last: Params, average: Params) -> None:
+        nonlocal best
+        call = -(-step // pretraining.STEPS_PER_CALL)
+        if is_search and call % every == 0:
+            found = [evaluate(settings.network, one, judges)["accuracy"] for one in (last, average)]
+            curve.append([step, *found, round(time.monotonic() - begun, 1)])
+            print(*curve[-1], flush=True)
+            if (accuracy := found[1] or 0.0) > best[0]:
+                best = accuracy, step, average
+
+    begun = time.monotonic()
+    params = pretraining.pretrain(
+        settings.network,
+        settings.public,
+        *parts.scaled(parts.public),
+        seed=seed,
+        teachers=[(network, params) for network, params, _ in loaded],
+        on_progress=on_progress,
+        deadline=deadline,
+    )
+    jax.block_until_ready(params)
+    seconds = time.monotonic() - begun
+    save_start(starts / f"{name}.npz", settings.network, params, {"id": name, "seed": seed})
+    if best[2] is not None:
+        about = {"id": f"{name} at {best[1]}", "seed": seed}
+        save_start(starts / f"{name}-best.npz", settings.network, best[2], about)
+    return {
+        "kind": "search public" if is_search else "final public",
+        "id": name,
+        "config": settings.name,
+        "seed": seed,
+        "settings": settings.public_identity(),
+        "teachers": taught_by,
+        "num_parameters": num_parameters(params),
+        "judged_by": parts.judged_by,
+        "num_judges": len(judges[0]),
+        "final": evaluate(settings.network, params, judges),
+        "curve": {"columns": ["step", "last", "average", "seconds"], "rows": curve},
+        "seconds": round(seconds, 1),
+        "made_by": made_by(shared),
+    }
+
+
+def run_private(
+    settings: Settings,
+    parts: images.Images,
+    start: Path,
+    *,
+    seed: int,
+    deadline: float | None = None,
+    shared: bool = False,
+) -> records.Record:
+    """Train from a start; validation images judge along the way, test images at the end only."""
+    network, params, about = load_start(start, settings.network.dtype)
+    if (network.depth, network.width) != (settings.network.depth, settings.network.width):
+        raise SettingsError(
+            f"the start is a WRN-{network.depth}-{network.width}, the settings ask for a "
+            f"WRN-{settings.network.depth}-{settings.network.width}."
+        )
+    assert parts.private is not None
+    judges = parts.scaled(parts.judges)
+    found = private.mechanism(settings.private, len(parts.private[0]))
+    is_search = parts.judged_by == "validation"
+    curve: list[dict[str, Any]] = []
+
+    def judged(iterates: dict[str, Params]) -> dict[str, Found]:
+        return {name: evaluate(network, one, judges) for name, one in iterates.items()}
+
+    def on_progress(step: int, iterates: dict[str, Params]) -> None:
+        if is_search:
+            accuracies = {name: one["accuracy"] for name, one in judged(iterates).items()}
+            curve.append({"step": step, **accuracies})
+            print(step, accuracies, flush=True)
+
+    begun = time.monotonic()
+    iterates, seen = private.train_privately(
+        network,
+        settings.private,
+        found,
+        params,
+        parts.scaled(parts.private),
+        parts.scaled(parts.public),
+        seed=seed,
+        on_progress=on_progress,
+        deadline=deadline,
+    )
+    average = f"average {settings.private.average_decay:g}"
+    shown = iterates if is_search else {average: iterates[average]}
+    return {
+        "kind": "search" if is_search else "final",
+        "id": private_id(settings, seed, about["id"], parts),
+        "config": settings.name,
+        "seed": seed,
+        "start": about["id"],
+        "settings": settings.private_identity(),
+        "judged_by": parts.judged_by,
+        "num_judges": len(judges[0]),
+        "privacy": {
+            "epsilon_pld": found.epsilon(settings.private.delta),
+            "delta": settings.private.delta,
+            "noise_multiplier": found.noise_multiplier,
+            "num_steps": found.num_steps,
+            "num_private": len(parts.private[0]),
+            "adjacency": found.adjacency.value,
+            "unit": found.unit,
+            "tuning_charged": False,
+        },
+        "final": judged(shown),
+        "seen": seen,
+        "curve": curve,
+        "seconds": round(time.monotonic() - begun, 1),
+        "made_by": made_by(shared),
+    }
+
+
+def private_id(settings: Settings, seed: int, start: str, parts: images.Images) -> str:
+    """Identifies a private run."""
+    assert parts.private is not None
+    return records.fingerprint(
+        [settings.private_identity(), seed, start, parts.judged_by, len(parts.private[0])]
+    )
+
+
+@functools.cache
+def made_by(shared: bool) -> records.Record:
+    """Code, versions and machine."""
+    root = Path(__file__).parents[2]
+    sources = sorted([*root.glob("mirrordp/**/*.py"), *root.glob("experiments/record/*.py")])
+    device = jax.devices()[0]
+    where = f"{device.platform}, {device.device_kind}"
+    if shared:
+        where += " shared with other runs"
+    return records.provenance(PACKAGES, sources, where)
+
+
+# Command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the three commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments record",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    split = commands.add_parser("split", help="write the images of a search")
+    split.add_argument("folder", type=Path)
+    split.add_argument("--data-root", type=Path, help="folder of the data (or MIRRORDP_DATA)")
+    split.add_argument("--holdout", type=int, default=4000, help="validation images (4000)")
+    for name, about in (("public", "learn from public images"), ("private", "and from private")):
+        command = commands.add_parser(name, help=about)
+        command.add_argument("config", type=Path, help="a TOML file")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="TABLE.NAME=VALUE", dest="changes"
+        )
+        where = command.add_mutually_exclusive_group()
+        where.add_argument("--data-root", type=Path, help="folder of the data (or MIRRORDP_DATA)")
+        where.add_argument("--split", type=Path, help="a search: the folder that `split` wrote")
+        where.add_argument(
+            "--synthetic", action="store_true", help="made-up images, to try the machinery"
+        )
+        command.add_argument("--results", type=Path, default=RESULTS, help="folder of results")
+        command.add_argument("--starts", type=Path, help="folder of starts (RESULTS/starts)")
+        command.add_argument("--seeds", type=int, nargs="+", help="instead of the file's")
+        command.add_argument("--max-seconds", type=float, help="give up after so long")
+        command.add_argument("--shared", action="store_true", help="other work runs beside it")
+        command.add_argument(
+            "--teachers",
+            type=Path,
+            nargs="*",
+            default=[],
+            help="starts that the start learned from",
+        )
+        if name == "private":
+            command.add_argument("--start", type=Path, help="a start's file, instead of the seed's")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "split":
+            sizes = images.write_split(
+                arguments.data_root, arguments.folder, holdout=arguments.holdout
+            )
+            print(", ".join(f"{count:,} {part}" for part, count in sizes.items()))
+        else:
+            _run(arguments)
+    except (SettingsError, datasets.DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except TimeoutError:
+        print("stopped at --max-seconds; this run left no line.", flush=True)
+        return 3
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    settings = load(arguments.config, arguments.changes)
+    is_private = arguments.command == "private"
+    if arguments.synthetic:
+        parts = images.synthetic()
+    elif arguments.split is not None:
+        parts = images.read_split(arguments.split, private=is_private)
+    else:
+        parts = images.read_final(arguments.data_root)
+    if arguments.synthetic and arguments.results == RESULTS:
+        raise SettingsError("--synthetic needs --results FOLDER: made-up runs are no results.")
+    starts = arguments.starts or arguments.results / "starts"
+    kind = "search" if parts.judged_by == "validation" else "final"
+    lines = arguments.results / f"{kind}.jsonl"
+    there = {line["id"] for line in records.read(lines)}
+    deadline = None
+    if arguments.max_seconds is not None:
+        deadline = time.monotonic() + arguments.max_seconds
+    taught_by = [load_start(path, "float32")[2]["id"] for path in arguments.teachers]
+    options = {"deadline": deadline, "shared": arguments.shared}
+    for seed in arguments.seeds or settings.seeds:
+        name = start_id(settings, seed, taught_by)
+        start = starts / f"{name}.npz"
+        run: Callable[[], records.Record]
+        if is_private:
+            start = arguments.start or start
+            name = private_id(settings, seed, load_start(start, "float32")[2]["id"], parts)
+            run = functools.partial(run_private, settings, parts, start, seed=seed, **options)
+            is_done = name in there
+        else:
+            run = functools.partial(
+                run_public, settings, parts, starts, seed=seed, teachers=arguments.teachers,
+                **options,
+            )  # fmt: skip
+            is_done = name in there and start.exists()
+        if is_done:
+            continue
+        line = run()
+        records.append(lines, line)
+        print(_summary(line), flush=True)
+
+
+def _summary(line: records.Record) -> str:
+    def shown(found: Found) -> str:
+        loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
+        return f"{found['accuracy']:.2%} / {loss}"
+
+    about = f"{line['config']} seed {line['seed']}, {line['judged_by']} images"
+    if "privacy" not in line:
+        return f"{about}: {shown(line['final'])} ({line['seconds']:.0f} s, start {line['id']})"
+    values = ", ".join(f"{name} {shown(found)}" for name, found in line["final"].items())
+    return (
+        f"{about}, ε={upwards(line['privacy']['epsilon_pld'])}: {values} ({line['seconds']:.0f} s)"
+    )

@@ -1,0 +1,159 @@
+"""Learning from private images: DP-SGD or PDA-DPMD by `mirrordp.train`, many views per example."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.record import augmentation
+from experiments.record.data import Examples
+from experiments.record.network import WideResNet
+from experiments.record.settings import PrivateSettings
+from mirrordp import (
+    Accountant,
+    ExponentialAverage,
+    Mechanism,
+    PoissonSampling,
+    PrivateData,
+    PublicData,
+    train,
+)
+from mirrordp.types import LossFn, Params
+
+
+def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
+    """Poisson-sampled Gaussian sums with the noise that the target ε asks for."""
+    return Mechanism.calibrate(
+        epsilon=settings.target_epsilon,
+        delta=settings.delta,
+        sampling=PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private),
+        num_steps=settings.steps,
+        l2_clip_norm=settings.l2_clip_norm,
+        accountant=Accountant.PLD,
+    )
+
+
+@functools.cache
+def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
+    """The mean loss over random views of *one* example, which is clipped as one unit of privacy."""
+
+    def view(key: jax.Array, image: jax.Array) -> jax.Array:
+        shift_key, cut_key = jax.random.split(key)
+        image = augmentation.shift_and_mirror(shift_key, image)
+        return augmentation.cut_out(cut_key, image, size=cutout) if cutout else image
+
+    def loss(params: Params, example: tuple[jax.Array, jax.Array], key: jax.Array) -> jax.Array:
+        image, label = example
+        images = jax.vmap(view, in_axes=(0, None))(jax.random.split(key, views), image)
+        logits = network.predict(params, images)
+        return (jax.nn.logsumexp(logits, axis=1) - logits[:, label]).mean()
+
+    return loss
+
+
+def learning_rates(settings: PrivateSettings) -> optax.Schedule:
+    """A rise from zero in `warm_up` steps, then what `rate` says."""
+    peak, rest = settings.learning_rate, max(1, settings.steps - settings.warm_up)
+    match settings.rate:
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case "linear":
+            after = optax.linear_schedule(peak, settings.last_rate * peak, rest)
+        case _:
+            after = optax.cosine_decay_schedule(peak, rest, settings.last_rate)
+    if not settings.warm_up:
+        return after
+    # The first step has a rate above zero, for it is paid for like the others.
+    rise = optax.linear_schedule(peak / settings.warm_up, peak, settings.warm_up - 1)
+    return optax.join_schedules([rise, after], [settings.warm_up])
+
+
+Seen = Callable[[int, dict[str, Params]], None]
+
+
+def train_privately(
+    network: WideResNet,
+    settings: PrivateSettings,
+    found: Mechanism,
+    start: Params,
+    private: Examples,
+    public: Examples,
+    *,
+    seed: int,
+    on_progress: Seen = lambda step, iterates: None,
+    every: int = 50,
+    deadline: float | None = None,
+) -> tuple[dict[str, Params], dict[str, Any]]:
+    """The last iterate and averages of the iterates by name, and what was seen on the way.
+
+    Args:
+        network: to train.
+        settings: how.
+        found: the mechanism.
+        start: where to begin; from public images alone.
+        private: scaled images and labels.
+        public: likewise; used where alpha is below 1.
+        seed: makes the run reproducible.
+        on_progress: is told the step and all iterates every so many steps,
+        every: namely these.
+        deadline: when to give up, by `time.monotonic`.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    mixes = settings.alpha < 1
+    decays = (settings.average_decay, *settings.other_decays)
+    averages = {f"average {decay:g}": ExponentialAverage(decay) for decay in decays}
+    kept = {name: start for name in averages}
+    momentum = settings.momentum or None
+    states = train(
+        loss_of_views(network, settings.views, settings.cutout),
+        start,
+        PrivateData(private),
+        PublicData(public) if mixes else None,
+        mechanism=found,
+        optimizer=optax.sgd(learning_rates(settings), momentum=momentum),
+        alpha=settings.alpha,
+        public_loss_fn=loss_of_views(network, 1, settings.cutout) if mixes else None,
+        public_batch_size=settings.public_batch_size if mixes else None,
+        microbatch_size=settings.microbatch_size,
+        seed=seed,
+        steps_per_call=1,
+        show_unprivatized=True,
+    )
+    norms, unprivatized, iterates, begun = [], [], {"last": start}, time.monotonic()
+    for state, info in states:
+        kept = {
+            name: _moved(average, kept[name], state.params, info.step)
+            for name, average in averages.items()
+        }
+        iterates = {"last": state.params, **kept}
+        norms.append(float(info.noisy_grad_norm[-1]))
+        assert info.unprivatized is not None
+        unprivatized.append([float(np.asarray(v)[-1]) for v in info.unprivatized[:2]])
+        if info.step == 2:
+            begun = time.monotonic()  # what came before was mostly compilation
+        if info.step % every == 0 or info.step == settings.steps:
+            on_progress(info.step, iterates)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError
+    seconds = (time.monotonic() - begun) / max(1, settings.steps - 2)
+    losses, clipped = np.mean(unprivatized, axis=0)
+    seen = {
+        "seconds_per_step": round(seconds, 4),
+        "noisy_grad_norm": round(float(np.mean(norms)), 4),
+        # Means over all steps, without noise: for the operator's eyes, not for release.
+        "unprivatized_loss": round(float(losses), 4),
+        "unprivatized_clip_fraction": round(float(clipped), 4),
+    }
+    return iterates, seen
+
+
+@functools.partial(jax.jit, static_argnames="average")
+def _moved(average: ExponentialAverage, kept: Params, params: Params, step: int) -> Params:
+    return average.update(kept, params, jnp.asarray(step))

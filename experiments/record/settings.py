@@ -1,0 +1,246 @@
+"""Settings of the recipe: one TOML file with the tables [network], [public] and [private].
+
+A file may name another one in `extends`, whose values it overrides; `--set TABLE.NAME=VALUE` on the
+command line overrides both.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import records
+from experiments.record.network import WideResNet
+
+CONFIGS = Path(__file__).parent / "configs"
+MIXES = ("none", "mixup", "cutmix", "both")
+RATES = ("constant", "linear", "cosine")
+DTYPES = ("float32", "bfloat16")
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be meant as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicSettings:
+    """Pre-training on public images by SGD with Nesterov momentum and a cosine schedule.
+
+    Attributes:
+        steps: length of the schedule; 0 leaves the network as it was initialised (a cold start).
+        stop: the step after which to stop, before the rate is zero; 0 for the end.
+        batch_size: images per step.
+        learning_rate: at the beginning.
+        weight_decay: of kernels.
+        momentum: Nesterov's.
+        average_decay: of the exponential average of the iterates, which is what comes out.
+        mix: how images and targets are mixed: `none`, `mixup`, `cutmix` or `both` in turn.
+        mix_concentration: of the Beta distribution of the mixing weights.
+        cutout: side of the square that is set to zero, 0 for none.
+        colours: strength of changes of brightness, contrast and saturation.
+        warp: strength of rotation, scaling and shear.
+        smoothing: label smoothing.
+        sharpness: radius of sharpness-aware minimisation, 0 for none (twice the cost otherwise).
+        distillation: weight of the teachers' predictions in the targets, where there are teachers.
+    """
+
+    steps: int = 24_000
+    stop: int = 0
+    batch_size: int = 128
+    learning_rate: float = 0.05
+    weight_decay: float = 1e-3
+    momentum: float = 0.9
+    average_decay: float = 0.999
+    mix: str = "mixup"
+    mix_concentration: float = 0.5
+    cutout: int = 16
+    colours: float = 0.0
+    warp: float = 0.0
+    smoothing: float = 0.0
+    sharpness: float = 0.0
+    distillation: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateSettings:
+    """DP-SGD from the public start, or PDA-DPMD where alpha is below 1.
+
+    Attributes:
+        target_epsilon: ε, by PLD accounting, from which σ follows.
+        delta: δ.
+        steps: number of steps.
+        batch_size: expected size of a Poisson batch.
+        views: random views of an example whose mean loss is the example's loss.
+        learning_rate: its largest value.
+        warm_up: steps in which the rate rises from zero.
+        rate: what follows: `constant`, or `linear` or `cosine` down to `last_rate` of it.
+        last_rate: see `rate`.
+        momentum: of SGD.
+        l2_clip_norm: C.
+        alpha: weight of the private gradient.
+        public_batch_size: public examples of a step with alpha below 1.
+        cutout: side of the square that is set to zero in each view, 0 for none.
+        average_decay: of the exponential average of the iterates that is the result.
+        other_decays: further averages to look at in a search.
+        microbatch_size: examples at a time.
+    """
+
+    target_epsilon: float = 2.0
+    delta: float = 1e-5
+    steps: int = 352
+    batch_size: int = 4096
+    views: int = 4
+    learning_rate: float = 0.5
+    warm_up: int = 0
+    rate: str = "constant"
+    last_rate: float = 0.0
+    momentum: float = 0.0
+    l2_clip_norm: float = 1.0
+    alpha: float = 1.0
+    public_batch_size: int = 256
+    cutout: int = 0
+    average_decay: float = 0.99
+    other_decays: tuple[float, ...] = ()
+    microbatch_size: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All of them, and the seeds of the final runs."""
+
+    name: str
+    network: WideResNet
+    public: PublicSettings
+    private: PrivateSettings
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+    def __post_init__(self):
+        def check(condition: bool, expected: str):
+            if not condition:
+                raise SettingsError(f"{self.name}: {expected}")
+
+        public, private = self.public, self.private
+        check(public.mix in MIXES, f"public.mix must be one of {', '.join(MIXES)}.")
+        check(private.rate in RATES, f"private.rate must be one of {', '.join(RATES)}.")
+        check(self.network.dtype in DTYPES, f"network.dtype must be one of {', '.join(DTYPES)}.")
+        for table, names in (
+            (public, "batch_size learning_rate mix_concentration"),
+            (private, "target_epsilon delta steps batch_size views learning_rate l2_clip_norm"),
+            (private, "public_batch_size microbatch_size"),
+        ):
+            for name in names.split():
+                value = getattr(table, name)
+                check(value > 0, f"{name} must be positive, got {value}.")
+        for table, names in (
+            (public, "steps stop weight_decay cutout colours warp sharpness"),
+            (private, "warm_up cutout"),
+        ):
+            for name in names.split():
+                value = getattr(table, name)
+                check(value >= 0, f"{name} must be 0 or more, got {value}.")
+        for table, names in (
+            (public, "momentum average_decay smoothing"),
+            (private, "momentum average_decay"),
+        ):
+            for name in names.split():
+                value = getattr(table, name)
+                check(0 <= value < 1, f"{name} must be in [0, 1), got {value}.")
+        for name, value in (
+            ("private.alpha", private.alpha),
+            ("private.last_rate", private.last_rate),
+            ("public.distillation", public.distillation),
+        ):
+            check(0 <= value <= 1, f"{name} must be in [0, 1], got {value}.")
+        check(private.alpha > 0, "private.alpha must be above 0, or nothing private is learned.")
+
+    def public_identity(self) -> records.Record:
+        """What decides a public start, apart from its seed and its teachers."""
+        return {
+            "network": dataclasses.asdict(self.network),
+            "public": dataclasses.asdict(self.public),
+        }
+
+    def private_identity(self) -> records.Record:
+        """What decides a private run, apart from its seed and its start."""
+        private = dataclasses.asdict(self.private)
+        del private["microbatch_size"], private["other_decays"]
+        return {"network": dataclasses.asdict(self.network), "private": private}
+
+
+TABLES = {"network": WideResNet, "public": PublicSettings, "private": PrivateSettings}
+
+
+def load(path: Path, changes: Sequence[str] = ()) -> Settings:
+    """Read a settings file and change some of its values.
+
+    Args:
+        path: the file.
+        changes: like `private.views=8`; the value is TOML, or a word.
+    """
+    path = Path(path)
+    values = _read(path)
+    for change in changes:
+        name, equals, text = change.partition("=")
+        table, dot, key = name.partition(".")
+        if not (equals and dot and table in TABLES):
+            raise SettingsError(
+                f"expected a change like private.views=8 in one of {', '.join(TABLES)}, got "
+                f"{change!r}."
+            )
+        values.setdefault(table, {})[key] = _value(text)
+    known = {"seeds", *TABLES}
+    if unknown := sorted(set(values) - known):
+        raise SettingsError(
+            f"{path.stem}: unknown {unknown[0]!r}. Known are: {', '.join(sorted(known))}."
+        )
+    made = {name: _make(kind, name, values.get(name, {})) for name, kind in TABLES.items()}
+    if "seeds" in values:
+        made["seeds"] = tuple(values["seeds"])
+    return Settings(name=path.stem, **made)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path.name} is not TOML: {error}.") from error
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    below = _read(path.parent / base)
+    tables = {name: below.get(name, {}) | values.get(name, {}) for name in TABLES}
+    return below | values | tables
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _make(kind: type, table: str, values: dict[str, Any]) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    checked = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise SettingsError(
+                f"unknown setting {table}.{key}. Known are: {', '.join(sorted(fields))}."
+            )
+        default = fields[key].default
+        if isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if isinstance(default, tuple) and isinstance(value, list):
+            value = tuple(value)
+        if type(value) is not type(default):
+            raise SettingsError(
+                f"{table}.{key} must be of type {type(default).__name__}, got {value!r}."
+            )
+        checked[key] = value
+    try:
+        return kind(**checked)
+    except ValueError as error:
+        raise SettingsError(f"{table}: {error}") from error

@@ -1,0 +1,504 @@
+"""The modern recipe: network, changes of images, settings, public and private training."""
+
+import dataclasses
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import __main__ as dispatcher
+from experiments import datasets, records
+from experiments.datasets import images as files
+from experiments.record import augmentation, command, data, pretraining, private
+from experiments.record.network import WideResNet, num_parameters, standardised
+from experiments.record.settings import (
+    CONFIGS,
+    PrivateSettings,
+    PublicSettings,
+    Settings,
+    SettingsError,
+    load,
+)
+from mirrordp import ghost
+
+CONFIG = CONFIGS / "base.toml"
+SMALL = WideResNet(depth=10, width=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A network that compiles in no time."""
+
+    num_classes: int = 10
+
+    def init(self, key):
+        return {"out": {"kernel": 0.01 * jax.random.normal(key, (48, 10)), "bias": jnp.zeros(10)}}
+
+    def predict(self, params, images):
+        rows = images.reshape(len(images), 4, 8, 4, 8, 3).mean((2, 4)).reshape(len(images), -1)
+        return rows @ params["out"]["kernel"] + params["out"]["bias"]
+
+
+def examples():
+    parts = data.synthetic()
+    return parts, parts.scaled(parts.public), parts.scaled(parts.private)
+
+
+# Network
+
+
+@pytest.mark.parametrize(("depth", "width", "count"), [(16, 4, 2_752_506), (28, 10, 36_489_290)])
+def test_network_has_the_parameters_of_its_name(depth, width, count):
+    shapes = jax.eval_shape(WideResNet(depth, width).init, jax.random.key(0))
+    # Published counts differ by how norms and biases are counted, not by 1%.
+    assert num_parameters(shapes) == pytest.approx(count, rel=0.01)
+
+
+def test_standardised_kernels_have_mean_zero_and_the_length_of_their_gain():
+    kernel = 3 + jax.random.normal(jax.random.key(0), (3, 3, 4, 5))
+    gain = jnp.arange(1.0, 6)
+    found = standardised({"kernel": kernel, "gain": gain})
+    np.testing.assert_allclose(found.mean((0, 1, 2)), 0, atol=1e-6)
+    np.testing.assert_allclose(jnp.sqrt((found**2).sum((0, 1, 2))), gain, rtol=1e-5)
+    again = standardised({"kernel": 7 * kernel, "gain": gain})
+    np.testing.assert_allclose(found, again, atol=1e-5)
+
+
+def test_network_does_not_mix_examples():
+    params = SMALL.init(jax.random.key(0))
+    params["out"]["kernel"] = jax.random.normal(jax.random.key(1), (64, 10))
+    pixels = jax.random.normal(jax.random.key(2), (2, 32, 32, 3))
+    predict = jax.jit(SMALL.predict)
+    both, other = predict(params, pixels), predict(params, pixels.at[1].multiply(-5.0))
+    np.testing.assert_allclose(both[0], other[0], rtol=1e-5, atol=1e-5)
+    assert jnp.abs(both[1] - other[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("depth", [4, 12, 17])
+def test_a_depth_that_no_network_has_is_refused(depth):
+    with pytest.raises(ValueError, match="6 n \\+ 4"):
+        WideResNet(depth)
+
+
+def test_ghost_clipping_finds_every_parameter_of_the_loss_of_views(capsys):
+    network = WideResNet(16, 4, dtype="bfloat16")
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    batch = jnp.zeros((8, 32, 32, 3)), jnp.zeros(8, jnp.int32)
+    loss = private.loss_of_views(network, 4, 0)
+    paths = ghost.explain(loss, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params), batch)
+    capsys.readouterr()
+    kernels = [path for path in paths if path.name.endswith("['kernel']")]
+    assert len(kernels) == 1 + 12 + 3 + 1
+    assert {path.path for path in paths} <= {"explicit", "product", "gram"}
+    # Only the kernel's own pull-back, never that of the whole loss.
+    reasons = {path.reason.split(",")[0] for path in kernels if path.path == "explicit"}
+    assert reasons == {"behind a function of parameters"}
+
+
+def test_clipped_views_in_bfloat16_stay_within_the_clip_norm():
+    network = WideResNet(10, 1, dtype="bfloat16")
+    params = network.init(jax.random.key(0))
+    params["out"]["kernel"] = 3 * jax.random.normal(jax.random.key(1), (64, 10))
+    pixels = jax.random.normal(jax.random.key(2), (2, 32, 32, 3))
+    clipped = ghost.clipped_grad(private.loss_of_views(network, 2, 0), l2_clip_norm=0.5)
+    keys = jax.random.split(jax.random.key(3), 2)
+    one_left = jnp.array([False, True])
+    total, stats = jax.jit(
+        lambda params, padding: clipped.with_stats(
+            params, (pixels, jnp.array([1, 2])), padding, keys=keys
+        )
+    )(params, one_left)
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(total)]
+    norm = math.sqrt(sum((leaf**2).sum() for leaf in leaves))
+    assert float(stats.unprivatized_norms[0]) > 1.0
+    assert 0.49 < norm <= 0.5 * (1 + 1e-5)
+
+
+# Changes of images
+
+
+def test_shift_and_mirror_moves_pixels_and_changes_none():
+    image = jnp.arange(32 * 32 * 3.0).reshape(32, 32, 3)
+    seen = set()
+    for number in range(20):
+        changed = augmentation.shift_and_mirror(jax.random.key(number), image)
+        assert changed.shape == image.shape
+        middle = np.asarray(changed[8:24, 8:24])
+        assert np.isin(middle, np.asarray(image)).all()
+        seen.add(float(changed[0, 0, 0]))
+    assert len(seen) > 10
+
+
+def test_cut_out_sets_a_square_to_zero():
+    areas = [
+        float((augmentation.cut_out(jax.random.key(n), jnp.ones((32, 32, 3)), size=16) == 0).mean())
+        for n in range(20)
+    ]
+    # The square may hang over the edge, but its centre does not.
+    assert all(0.25 / 4 - 0.02 <= area <= 0.25 + 0.02 for area in areas)
+    assert max(areas) - min(areas) > 0.02
+
+
+def test_colours_and_warps_of_strength_zero_change_nothing_and_others_do():
+    image = jax.random.normal(jax.random.key(0), (32, 32, 3))
+    for change in (augmentation.change_colours, augmentation.warp):
+        same = change(jax.random.key(1), image, strength=0.0)
+        np.testing.assert_allclose(same, image, atol=1e-4)
+        other = change(jax.random.key(1), image, strength=0.5)
+        assert jnp.abs(other - image).mean() > 0.01
+
+
+@pytest.mark.parametrize("mix", [augmentation.mix_up, augmentation.cut_mix])
+def test_targets_are_mixed_as_images_are(mix):
+    """Image k holds the number k everywhere, so that its mean tells the share of each."""
+    count = 6
+    pixels = jnp.broadcast_to(jnp.arange(1.0, 1 + count)[:, None, None, None], (count, 32, 32, 3))
+    mixed, targets = mix(jax.random.key(0), pixels, jnp.eye(count), concentration=0.5)
+    np.testing.assert_allclose(targets.sum(1), 1, rtol=1e-5)
+    expected = targets @ jnp.arange(1.0, 1 + count)
+    np.testing.assert_allclose(mixed.mean((1, 2, 3)), expected, rtol=1e-4)
+    assert float(targets.max(1).min()) < 0.999
+
+
+@pytest.mark.parametrize("mix", ["none", "both"])
+def test_changed_public_batches_keep_their_shapes(mix):
+    settings = PublicSettings(mix=mix, cutout=8, colours=0.2, warp=0.5, smoothing=0.1)
+    pixels, targets = jnp.ones((4, 32, 32, 3)), jnp.eye(4, 10)
+    changed, mixed = jax.jit(pretraining.changed, static_argnums=0)(
+        settings, jax.random.key(0), pixels, targets
+    )
+    assert (changed.shape, mixed.shape) == (pixels.shape, targets.shape)
+    np.testing.assert_allclose(mixed.sum(1), 1, rtol=1e-5)
+    assert float(mixed.min()) >= 0.01 - 1e-6
+
+
+# Settings
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_settings_file_can_be_meant(path):
+    settings = load(path)
+    assert settings.name == path.stem
+    assert settings.private.delta == 1e-5
+    kind, _, level = path.stem.partition("-e")
+    if level:
+        assert settings.private.target_epsilon == float(level)
+        assert (settings.private.alpha < 1) == (kind == "pda")
+
+
+def test_changes_override_the_file_and_types_are_checked():
+    settings = load(CONFIG, ["private.views=8", "public.mix=cutmix", "private.learning_rate=1"])
+    assert (settings.private.views, settings.public.mix) == (8, "cutmix")
+    assert type(settings.private.learning_rate) is float
+    assert load(CONFIG, ["private.other_decays=[0.9]"]).private.other_decays == (0.9,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("views=8", "like private.views=8"),
+        ("private.view=8", "unknown setting private.view"),
+        ("private.views=0", "views must be positive"),
+        ("private.views=two", "of type int"),
+        ("private.alpha=1.5", "in \\[0, 1\\]"),
+        ("private.alpha=0.0", "above 0"),
+        ("private.rate=steep", "constant, linear, cosine"),
+        ("public.mix=blend", "none, mixup"),
+        ("public.momentum=1.0", "in \\[0, 1\\)"),
+        ("network.dtype=int8", "float32, bfloat16"),
+        ("network.depth=17", "6 n \\+ 4"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(change, message):
+    with pytest.raises(SettingsError, match=message):
+        load(CONFIG, [change])
+
+
+# Public training
+
+
+def test_public_training_learns_and_is_reproducible():
+    _, public, _ = examples()
+    settings = PublicSettings(steps=60, batch_size=16, mix="both", cutout=4)
+    steps = []
+    found = [
+        pretraining.pretrain(
+            Linear(), settings, *public, seed=seed, on_progress=lambda step, *_: steps.append(step)
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert steps == [60, 60, 60]
+    assert command.evaluate(Linear(), found[0], public)["accuracy"] > 0.7
+    assert (found[0]["out"]["kernel"] == found[1]["out"]["kernel"]).all()
+    assert (found[0]["out"]["kernel"] != found[2]["out"]["kernel"]).any()
+
+
+def test_stop_ends_the_same_schedule_earlier():
+    _, public, _ = examples()
+    iterates = {}
+    whole = PublicSettings(steps=500, batch_size=8, mix="none")
+
+    def keep(step, last, average):
+        iterates[step] = average
+
+    pretraining.pretrain(Linear(), whole, *public, seed=0, on_progress=keep)
+    stopped = dataclasses.replace(whole, stop=250)
+    early = pretraining.pretrain(Linear(), stopped, *public, seed=0)
+    np.testing.assert_allclose(early["out"]["kernel"], iterates[250]["out"]["kernel"], rtol=1e-5)
+    assert (early["out"]["kernel"] != iterates[500]["out"]["kernel"]).any()
+
+
+def test_no_steps_leave_a_cold_start():
+    _, public, _ = examples()
+    start = pretraining.pretrain(Linear(), PublicSettings(steps=0), *public, seed=3)
+    expected = Linear().init(jax.random.split(jax.random.key(3))[0])
+    assert (start["out"]["kernel"] == expected["out"]["kernel"]).all()
+
+
+def test_teachers_decide_the_targets():
+    """A teacher that always says class 3 teaches that, whatever the labels are."""
+    _, public, _ = examples()
+    teacher = Linear().init(jax.random.key(0))
+    teacher["out"]["bias"] = 50 * jax.nn.one_hot(3, 10)
+    settings = PublicSettings(steps=60, batch_size=16)
+    taught = pretraining.pretrain(
+        Linear(), settings, *public, seed=0, teachers=[(Linear(), teacher)]
+    )
+    assert (Linear().predict(taught, public[0]).argmax(1) == 3).mean() > 0.95
+
+
+def test_sharpness_changes_the_result():
+    _, public, _ = examples()
+    plain, sharp = (
+        pretraining.pretrain(
+            Linear(), PublicSettings(steps=20, batch_size=8, sharpness=radius), *public, seed=0
+        )
+        for radius in (0.0, 0.5)
+    )
+    assert jnp.abs(plain["out"]["kernel"] - sharp["out"]["kernel"]).max() > 1e-4
+
+
+# Private training
+
+
+def test_noise_keeps_the_promise_of_the_settings():
+    settings = load(CONFIGS / "warm-e2.toml").private
+    found = private.mechanism(settings, 48_000)
+    assert 1.98 < found.epsilon(settings.delta) <= 2.0
+    assert found.sampling.expected_batch_size == settings.batch_size
+    weaker = dataclasses.replace(found, noise_multiplier=0.95 * found.noise_multiplier)
+    assert weaker.epsilon(settings.delta) > 2.05
+
+
+def test_views_are_of_one_example_and_averaged():
+    loss = private.loss_of_views(Linear(), 64, 0)
+    params = Linear().init(jax.random.key(0))
+    pixels = jax.random.normal(jax.random.key(1), (32, 32, 3))
+    keys = jax.random.split(jax.random.key(2), 2)
+    values = [float(loss(params, (pixels, jnp.array(1)), key)) for key in keys]
+    assert values[0] != values[1]
+    single = private.loss_of_views(Linear(), 1, 0)
+    many = [
+        float(single(params, (pixels, jnp.array(1)), key)) for key in jax.random.split(keys[0], 40)
+    ]
+    spread = np.std(many)
+    assert abs(values[0] - np.mean(many)) < 4 * spread * math.sqrt(1 / 64 + 1 / 40)
+
+
+@pytest.mark.parametrize(
+    ("rate", "last"), [("constant", 0.4), ("linear", 0.4 * 0.1), ("cosine", 0.4 * 0.1)]
+)
+def test_learning_rates_rise_and_then_fall(rate, last):
+    settings = PrivateSettings(steps=100, learning_rate=0.4, warm_up=10, rate=rate, last_rate=0.1)
+    rates = np.array([float(private.learning_rates(settings)(step)) for step in range(101)])
+    assert rates[0] == pytest.approx(0.04)
+    assert rates[9] == pytest.approx(0.4)
+    assert (np.diff(rates[:10]) > 0).all()
+    assert (np.diff(rates[10:]) <= 1e-9).all()
+    assert rates[100] == pytest.approx(last, rel=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_private_training_goes_from_the_start_and_averages(alpha):
+    _, public, rows = examples()
+    settings = PrivateSettings(
+        steps=6, batch_size=32, views=2, alpha=alpha, average_decay=0.5, other_decays=(0.9,),
+        target_epsilon=8.0, microbatch_size=16, public_batch_size=8,
+    )  # fmt: skip
+    found = private.mechanism(settings, len(rows[0]))
+    start = Linear().init(jax.random.key(0))
+    steps = []
+    iterates, seen = private.train_privately(
+        Linear(), settings, found, start, rows, public, seed=0, every=3,
+        on_progress=lambda step, iterates: steps.append((step, sorted(iterates))),
+    )  # fmt: skip
+    assert steps == [(step, ["average 0.5", "average 0.9", "last"]) for step in (3, 6)]
+    assert seen["noisy_grad_norm"] > 0
+    moved = [
+        float(jnp.abs(one["out"]["kernel"] - start["out"]["kernel"]).max())
+        for one in iterates.values()
+    ]
+    assert min(moved) > 0
+    assert (iterates["last"]["out"]["kernel"] != iterates["average 0.5"]["out"]["kernel"]).any()
+
+
+def test_a_deadline_that_has_passed_ends_training():
+    _, public, rows = examples()
+    start, past = Linear().init(jax.random.key(0)), time.monotonic() - 1
+    with pytest.raises(TimeoutError):
+        pretraining.pretrain(Linear(), PublicSettings(steps=2), *public, seed=0, deadline=past)
+    settings = PrivateSettings(steps=2, batch_size=32, views=1, target_epsilon=8.0)
+    with pytest.raises(TimeoutError):
+        private.train_privately(
+            Linear(), settings, private.mechanism(settings, len(rows[0])), start, rows, public,
+            seed=0, deadline=past,
+        )  # fmt: skip
+
+
+# Data
+
+
+@pytest.fixture
+def cifar10(tmp_path):
+    """Files of CIFAR-10's form with ten images each; without test images."""
+    folder = tmp_path / files.CIFAR10_FOLDER
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in files.CIFAR10_TRAIN:
+        rows = rng.integers(0, 256, (10, files.CIFAR10_RECORD), dtype=np.uint8)
+        rows[:, 0] = np.arange(10)
+        rows.tofile(folder / name)
+    return tmp_path
+
+
+def test_a_search_needs_no_test_images_and_its_parts_are_disjoint(cifar10, tmp_path):
+    sizes = data.write_split(cifar10, tmp_path / "split", holdout=7)
+    assert sizes == {"public": 2, "validation": 7, "private": 41}
+    assert sorted(path.name for path in (tmp_path / "split").iterdir()) == [
+        "private.npz", "public.npz", "validation.npz",
+    ]  # fmt: skip
+    parts = data.read_split(tmp_path / "split", private=True)
+    assert parts.judged_by == "validation"
+    everything = np.concatenate([parts.public[0], parts.private[0], parts.judges[0]])
+    assert len(np.unique(everything.reshape(50, -1), axis=0)) == 50
+    scaled, _ = parts.scaled(parts.public)
+    np.testing.assert_allclose(scaled.mean((0, 1, 2)), 0, atol=1e-5)
+
+
+def test_missing_parts_of_a_split_are_named(tmp_path):
+    with pytest.raises(datasets.DataError, match=r"public\.npz"):
+        data.read_split(tmp_path, private=False)
+
+
+def test_final_runs_have_all_private_images_and_are_judged_by_test_images(cifar10):
+    rows = np.zeros((4, files.CIFAR10_RECORD), np.uint8)
+    rows.tofile(cifar10 / files.CIFAR10_FOLDER / files.CIFAR10_TEST)
+    parts = data.read_final(cifar10)
+    assert (len(parts.public[0]), len(parts.private[0]), len(parts.judges[0])) == (2, 48, 4)
+    assert parts.judged_by == "test"
+
+
+# Command
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """The command with a linear network in place of the real one; its fixed arguments."""
+    monkeypatch.setattr(WideResNet, "init", lambda self, key: Linear().init(key))
+    monkeypatch.setattr(WideResNet, "predict", lambda self, p, x: Linear().predict(p, x))
+    changes = (
+        # A width of its own: what was compiled for a real network must not be found.
+        "network.width=7 public.steps=20 public.stop=0 public.batch_size=8 private.steps=4 "
+        "private.batch_size=32 private.views=2 private.microbatch_size=16"
+    )
+    options = [word for change in changes.split() for word in ("--set", change)]
+    return ["--synthetic", "--results", str(tmp_path), "--seeds", "0", *options]
+
+
+def test_both_commands_leave_lines_and_are_not_run_twice(quick, tmp_path, capsys):
+    for verb in ("public", "private", "public", "private"):
+        assert dispatcher.main(["record", verb, str(CONFIG), *quick]) == 0
+    first, second = records.read(tmp_path / "search.jsonl")
+    assert (first["kind"], second["kind"]) == ("search public", "search")
+    assert second["start"] == first["id"]
+    assert "public" not in second["settings"]  # the start says it
+    assert second["privacy"]["epsilon_pld"] <= 2.0
+    assert second["privacy"]["tuning_charged"] is False
+    assert set(second["final"]) == {"last", "average 0.9"}
+    assert [point["step"] for point in second["curve"]] == [4]
+    assert "validation images" in capsys.readouterr().out
+    json.dumps(first, allow_nan=False)
+
+
+def test_final_runs_look_at_test_images_once(quick, tmp_path, monkeypatch):
+    parts = dataclasses.replace(data.synthetic(), judged_by="test")
+    monkeypatch.setattr(data, "read_final", lambda root: parts)
+    looks = []
+    evaluate = command.evaluate
+
+    def counted(*arguments):
+        looks.append(1)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(command, "evaluate", counted)
+    options = [word for word in quick if word != "--synthetic"]
+    for verb, expected in (("public", 1), ("private", 2)):
+        assert command.main([verb, str(CONFIG), *options]) == 0
+        assert len(looks) == expected
+    public, final = records.read(tmp_path / "final.jsonl")
+    assert (public["kind"], final["kind"]) == ("final public", "final")
+    assert public["curve"]["rows"] == final["curve"] == []
+    assert list(final["final"]) == ["average 0.9"]
+
+
+def test_a_start_says_who_taught_it(quick, tmp_path):
+    assert command.main(["public", str(CONFIG), *quick]) == 0
+    (first,) = records.read(tmp_path / "search.jsonl")
+    teacher = str(tmp_path / "starts" / f"{first['id']}.npz")
+    assert command.main(["public", str(CONFIG), *quick, "--teachers", teacher]) == 0
+    _, taught = records.read(tmp_path / "search.jsonl")
+    assert taught["teachers"] == [first["id"]]
+    assert taught["id"] != first["id"]
+
+
+def test_mistakes_end_in_one_line(quick, tmp_path, capsys):
+    assert command.main(["private", str(CONFIG), *quick]) == 2
+    assert "Make it with `record public` first" in capsys.readouterr().err
+    assert command.main(["public", str(CONFIG), "--synthetic"]) == 2
+    assert "needs --results" in capsys.readouterr().err
+    assert command.main(["public", str(CONFIG), *quick, "--max-seconds", "-1"]) == 3
+    assert not (tmp_path / "search.jsonl").exists()
+    assert command.main(["public", str(CONFIG), *quick]) == 0
+    start = next((tmp_path / "starts").glob("*.npz"))
+    other = ["--start", str(start), "--set", "network.width=8"]
+    assert command.main(["private", str(CONFIG), *quick, *other]) == 2
+    assert "the start is a WRN-16-7" in capsys.readouterr().err
+
+
+# Results
+
+
+def test_lines_of_the_search_are_readable_and_not_of_test_images():
+    lines = records.read(command.RESULTS / "search.jsonl")
+    assert lines
+    assert {line["judged_by"] for line in lines} == {"validation"}
+    assert len({line["id"] for line in lines}) == len(lines)
+    for line in lines:
+        if line["kind"] == "search":
+            found = [line["settings"], line["seed"], line["start"], "validation"]
+            assert line["id"] == records.fingerprint([*found, line["privacy"]["num_private"]])
+            assert line["privacy"]["epsilon_pld"] <= line["settings"]["private"]["target_epsilon"]
+
+
+def test_the_base_settings_are_those_of_the_best_line():
+    settings = load(CONFIGS / "warm-e2.toml")
+    assert isinstance(settings, Settings)
+    lines = [line for line in records.read(command.RESULTS / "search.jsonl") if "privacy" in line]
+    best = min(lines, key=lambda line: line["final"]["average 0.9"]["loss"])
+    ours, theirs = settings.private_identity()["private"], best["settings"]["private"]
+    differing = {key for key in ours if ours[key] != theirs[key]}
+    assert differing <= {"average_decay"}  # all averages of a search are in one line
