@@ -13,7 +13,8 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing
+from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing, training
+from mirrordp import sampling as sampling_module
 from mirrordp.auditing import Algorithm, Attack
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -196,6 +197,94 @@ class ShuffledEpochs(mirrordp.PoissonSampling):
             order = order[size:]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawsMore(mirrordp.PoissonSampling):
+    """With a probability a fifth above the stated one."""
+
+    def batches(self, num_examples, num_steps, rng):
+        honest = mirrordp.PoissonSampling(
+            sampling_prob=1.2 * self.sampling_prob, expected_batch_size=self.expected_batch_size
+        )
+        return honest.batches(num_examples, num_steps, rng)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBatch(mirrordp.PoissonSampling):
+    """The first draw again and again."""
+
+    def batches(self, num_examples, num_steps, rng):
+        draw = next(iter(super().batches(num_examples, num_steps, rng)))
+        return (draw for _ in range(num_steps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepeatsOne(mirrordp.PoissonSampling):
+    """One draw of the run comes back later."""
+
+    def batches(self, num_examples, num_steps, rng):
+        draws = list(super().batches(num_examples, num_steps, rng))
+        return iter([*draws[:-1], draws[num_steps // 3]])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstRowAlways(mirrordp.PoissonSampling):
+    def batches(self, num_examples, num_steps, rng):
+        return (np.union1d(draw, [0]) for draw in super().batches(num_examples, num_steps, rng))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InPairs(mirrordp.PoissonSampling):
+    """Records 2k and 2k + 1 share a coin."""
+
+    def batches(self, num_examples, num_steps, rng):
+        half = super().batches(num_examples // 2, num_steps, rng)
+        return (np.concatenate([2 * draw, 2 * draw + 1]) for draw in half)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedSize(mirrordp.PoissonSampling):
+    def batches(self, num_examples, num_steps, rng):
+        size = round(self.expected_batch_size)
+        return (rng.permutation(num_examples)[:size] for _ in range(num_steps))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (DrawsMore, "of all steps instead of 0.25"),
+        (ShuffledEpochs, "records differ in how often they joined by too much or too little"),
+        (OneBatch, "records of a step joined the next one with frequency 1 instead of 0.25"),
+        (RepeatsOne, "steps 66 and 199 have"),
+        (FirstRowAlways, "record 0 joined 200 of 200 steps"),
+        (InPairs, "participations in common"),
+        (FixedSize, "batches differ in size by too much or too little"),
+        (DrawsTwice, "a record counted more than once in a step"),
+    ],
+)
+def test_sampling_attack_finds_batches_that_are_not_poisson(kind, problem):
+    """From what is released, not from what the sampler says."""
+    sampling = kind(sampling_prob=0.25, expected_batch_size=30.0, num_examples=120)
+    (found,) = auditing.audit(
+        tools.mechanism(sampling=sampling), algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.SAMPLING], seed=1,
+    )  # fmt: skip
+    assert found.refuted
+    assert any(problem in text for text in found.problems), found.problems
+
+
+def test_sampling_attack_finds_rows_that_are_left_out_of_a_large_batch(monkeypatch):
+    """The end of a draw above the capacity, which takes passes of its own, is dropped."""
+    monkeypatch.setattr(
+        training, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1]
+    )
+    sampling = tools.poisson(30, rows=120, capacity=32)
+    (found,) = auditing.audit(
+        tools.mechanism(sampling=sampling), algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.SAMPLING], seed=1,
+    )  # fmt: skip
+    assert found.refuted
+
+
 def test_sampler_statistics_find_sampling_that_is_not_poisson():
     for kind, expected in ((mirrordp.PoissonSampling, True), (ShuffledEpochs, False)):
         sampling = kind(sampling_prob=0.1, expected_batch_size=20.0, num_examples=200)
@@ -206,12 +295,16 @@ def test_sampler_statistics_find_sampling_that_is_not_poisson():
         assert PoissonStatistics(table, 0.1).all() is expected
 
 
-def test_an_audit_does_not_see_sampling_that_is_not_poisson():
-    """Not a wish: a reminder that an audit which finds nothing has proved nothing."""
+def test_attacks_on_the_whole_do_not_see_sampling_that_is_not_poisson():
+    """Not a wish: a reminder that an attack which finds nothing has proved nothing."""
     mechanism = tools.mechanism(
         sampling=ShuffledEpochs(sampling_prob=0.25, expected_batch_size=15.0, num_examples=60)
     )
-    (found,) = auditing.audit(
-        mechanism, algorithms=[Algorithm.DP_SGD], attacks=[Attack.ONE_RUN], seed=1
+    found = auditing.audit(
+        mechanism,
+        algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.ONE_RUN, Attack.PAIRED, Attack.GAUSSIAN, Attack.NOISE],
+        num_runs=50,
+        seed=1,
     )
-    assert not found.refuted
+    assert not any(result.refuted for result in found)
