@@ -36,7 +36,13 @@ from scipy import stats
 from mirrordp import _validate, mirror
 from mirrordp.accounting import Adjacency
 from mirrordp.data import PrivateClients, PrivateData, PublicData
-from mirrordp.federated import federated_train
+from mirrordp.federated import (
+    ClientArrays,
+    FederatedStep,
+    federated_train,
+    pad_users,
+    user_keys,
+)
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import GaussianNoise
 from mirrordp.sampling import FullBatch, PoissonSampling
@@ -819,9 +825,9 @@ class Replay:
 
 
 def neighbour_replay(
-    train_step: TrainStep,
+    step: TrainStep | FederatedStep,
     params: Params,
-    rows: Batch,
+    rows: Batch | PrivateClients,
     *,
     public: Batch | None = None,
     alpha: float = 1.0,
@@ -838,66 +844,144 @@ def neighbour_replay(
         step = TrainStep(loss_fn=my_loss, mechanism=mechanism, optimizer=optax.sgd(0.1))
         assert not neighbour_replay(step, my_params, my_rows).exceeded()
 
+    In a `FederatedStep` a record is a user with all of its rows, and the sums are compared before
+    the noise too: what a user adds to the count of an adaptive clip is a part of them.
+
     The search begins with rows from `rows` and hostile ones (NaN, infinities, huge, tiny and zero
-    values, the extremes of integers, duplicates), in batches drawn by the mechanism, alone, and in
-    crowds; then it varies the worst pair found so far: scaled, negated, mixed with other rows.
+    values, the extremes of integers, duplicates; users with none, one and all of their rows), in
+    batches drawn by the mechanism, alone, and in crowds; then it varies the worst pair found so
+    far: scaled, negated, mixed with other rows.
 
     Args:
-        train_step: the step; its optimiser is replaced by one that keeps the gradient.
+        step: of central training or, for users, a federated round; its optimiser is replaced by one
+            that keeps the gradient.
         params: where to look.
-        rows: arrays with at least two rows, as the mechanism would sample from.
+        rows: arrays with at least two rows, as the mechanism would sample from; for a federated
+            step `PrivateClients` of at least two users.
         public: public rows, where α < 1.
         alpha: the weight of the private gradient.
         num_pairs: how many pairs of neighbours to try.
         seed: of the search.
     """
-    _validate.instance_of(TrainStep, train_step=train_step)
+    _validate.instance_of((TrainStep, FederatedStep), step=step)
     _validate.positive_integer(num_pairs=num_pairs)
     _validate.probability("A step at α = 0 releases nothing.", alpha=alpha)
-    mechanism = train_step.mechanism
+    if alpha < 1 and public is None:
+        raise ValueError(
+            f"alpha={alpha:g} mixes in a public gradient, got no public rows. Pass public=arrays, "
+            "or leave alpha at 1."
+        )
+    mechanism = step.mechanism
     if not isinstance(mechanism.noise, GaussianNoise):
         mechanism = dataclasses.replace(mechanism, noise=GaussianNoise())
-    step = dataclasses.replace(
-        train_step, mechanism=mechanism, optimizer=_LAST_GRADIENT, average=None
-    )
-    rows = jax.tree.map(np.asarray, rows)
-    count = len(jax.tree.leaves(rows)[0])
+    step = dataclasses.replace(step, mechanism=mechanism, optimizer=_LAST_GRADIENT, average=None)
+    params = jax.tree.map(jnp.asarray, params)
+    if isinstance(step, FederatedStep):
+        _validate.instance_of(PrivateClients, "A record of a federated step is a user.", rows=rows)
+        records, what = _users(rows), "users"
+        released = _released_by_users(step, params, public, alpha, seed)
+    else:
+        records, what = jax.tree.map(np.asarray, rows), "rows"
+        released = _released_by_rows(step, params, records, public, alpha, seed)
+    count = len(jax.tree.leaves(records)[0])
     if count < 2:
-        raise ValueError(f"a replay needs at least two rows, got {count}.")
+        raise ValueError(f"a replay needs at least two {what}, got {count}.")
     rng = np.random.default_rng(seed)
-    state = step.init(jax.tree.map(jnp.asarray, params), jax.random.key(seed))
+    worst, description, best, tried = 0.0, "none", None, 0
+    while tried < num_pairs and worst < math.inf:
+        victim, other, how = _propose(records, count, rng, best)
+        drawn = _company(mechanism, count, rng, tried)
+        place = rng.choice(drawn)
+        tried += 1
+        data = _with_row(records, place, victim)
+        index, is_padding = _padded(drawn, count)
+        # A record that does not count may hold anything: what it holds must not reach the others.
+        neighbour, hidden = _with_row(records, place, other), is_padding | (index == place)
+        if mechanism.adjacency is Adjacency.REPLACE:
+            hidden = is_padding
+        one = released(data, index, is_padding)
+        two = released(neighbour, index, hidden)
+        distance = max(map(_distance, one, two))
+        if not distance <= worst:
+            worst = math.inf if math.isnan(distance) else distance
+            description = f"{how}; {len(set(drawn))} of {count} {what} in the batch"
+            best = (victim, other, how)
+    allowed = mechanism.adjacency.distance * mechanism.l2_clip_norm
+    return Replay(worst, allowed, description, tried)
+
+
+def _released_by_rows(
+    step: TrainStep, params: Params, rows: Batch, public: Batch | None, alpha: float, seed: int
+) -> Callable[..., list[PyTree]]:
+    """What a step releases, in units of the clipped sum."""
+    state = step.init(params, jax.random.key(seed))
+    count = len(jax.tree.leaves(rows)[0])
     takes_key = step.clipped_grad.takes_key
     keys = jax.random.split(jax.random.key(seed + 1), count) if takes_key else None
     arguments = {} if public is None else {"public": public, "alpha": alpha}
+    unit = step.mechanism.sampling.expected_batch_size / alpha
 
     @jax.jit
-    def released(data, index, is_padding):
+    def run(data, index, is_padding):
         batch = jax.tree.map(lambda leaf: leaf[index], data)
         batch_keys = None if keys is None else keys[index]
         after, _ = step(state, batch, is_padding, keys=batch_keys, **arguments)
         return after.opt_state
 
-    worst, description, best, tried = 0.0, "none", None, 0
-    while tried < num_pairs and worst < math.inf:
-        victim, other, what = _propose(rows, count, rng, best)
-        drawn = _company(mechanism, count, rng, tried)
-        place = rng.choice(drawn)
-        tried += 1
-        data = _with_row(rows, place, victim)
-        index, is_padding = _padded(drawn, count)
-        # A row that does not count may hold anything: what it holds must not reach the others.
-        neighbour, hidden = _with_row(rows, place, other), is_padding | (index == place)
-        if mechanism.adjacency is Adjacency.REPLACE:
-            hidden = is_padding
-        one = released(data, index, is_padding)
-        two = released(neighbour, index, hidden)
-        distance = _distance(one, two) * mechanism.sampling.expected_batch_size / alpha
-        if not distance <= worst:
-            worst = math.inf if math.isnan(distance) else distance
-            description = f"{what}; {len(set(drawn))} of {count} rows in the batch"
-            best = (victim, other, what)
-    allowed = mechanism.adjacency.distance * mechanism.l2_clip_norm
-    return Replay(worst, allowed, description, tried)
+    return lambda *batch: [_scaled(run(*batch), unit)]
+
+
+class _User(NamedTuple):
+    """Users as a replay changes them: all of their rows, padded, and how many are real."""
+
+    rows: PyTree
+    num_examples: Any
+
+
+def _users(clients: PrivateClients) -> _User:
+    arrays = ClientArrays(clients.arrays, clients.starts, clients.num_examples)
+    return _User(*pad_users(arrays, np.arange(len(clients)), clients.max_examples_per_user))
+
+
+def _released_by_users(
+    step: FederatedStep, params: Params, public: Batch | None, alpha: float, seed: int
+) -> Callable[..., list[PyTree]]:
+    """The sum of a round, and what the round releases of it in the same units."""
+    state = step.init(params, jax.random.key(seed))
+    round_key, public_key = jax.random.split(jax.random.key(seed + 1))
+    public_gradient = None
+    if public is not None:
+        public_gradient, _ = step.public_grad(state, public, public_key)
+    # The norm that a clipped delta has in the sum, over the norm that it has in the gradient.
+    share = 0.0 if step.adaptive_clip is None else step.adaptive_clip.budget_share
+    mechanism = step.mechanism
+    unit = math.sqrt(1 - share) * mechanism.sampling.expected_batch_size / alpha
+
+    @jax.jit
+    def run(data, index, is_padding):
+        rows, counts = jax.tree.map(lambda leaf: leaf[index], data)
+        # As in a run: a pass is as long as its largest user, which the others must not notice.
+        num_batches = jnp.max(-(-counts // step.client_batch_size))
+        total, unprivatized = step.private_sum(
+            state, rows, counts, is_padding, user_keys(round_key, index), num_batches
+        )
+        after, _ = step.finish(state, total, unprivatized, public_gradient, alpha)
+        return total, after.opt_state
+
+    def released(*batch):
+        total, gradient = run(*batch)
+        return [_numbers(total), _scaled(gradient, unit)]
+
+    return released
+
+
+def _numbers(total: PyTree) -> PyTree:
+    """The sum of a round of users as numbers."""
+    return jax.tree.map(np.asarray, total)
+
+
+def _scaled(tree: PyTree, factor: float) -> PyTree:
+    return jax.tree.map(lambda leaf: factor * np.asarray(leaf, np.float64), tree)
 
 
 def _keep_last(updates, state, params=None):
@@ -942,12 +1026,15 @@ def _with_row(rows: Batch, place: int, row: PyTree) -> Batch:
 
 
 _HOSTILE = (
-    *("nan", "one nan", "inf", "-inf", "huge", "-huge", "tiny", "zero", "duplicate", "as it is"),
+    *("nan", "one nan", "inf", "-inf", "huge", "-huge", "one large", "tiny", "zero", "duplicate"),
+    "as it is",
 )
 
 
 def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
     """A row made to break things. Integers take their extremes where floats take infinities."""
+    if isinstance(row, _User):
+        return row._replace(rows=_hostile(kind, row.rows, other.rows))
     if kind in ("duplicate", "as it is"):
         return other if kind == "duplicate" else row
 
@@ -957,8 +1044,9 @@ def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
             limits = np.finfo(leaf.dtype)
             value = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "huge": limits.max,
                      "-huge": -limits.max, "tiny": limits.tiny, "zero": 0}  # fmt: skip
-            if kind == "one nan":
-                leaf.ravel()[:1] = np.nan
+            if kind.startswith("one "):
+                # Large: finite in the row, and infinite once it is squared.
+                leaf.ravel()[:1] = np.nan if kind == "one nan" else np.sqrt(limits.max)
                 return leaf
             return np.full_like(leaf, value[kind])
         if np.issubdtype(leaf.dtype, np.integer):
@@ -974,11 +1062,16 @@ def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
 def _propose(
     rows: Batch, count: int, rng: np.random.Generator, best: Any
 ) -> tuple[PyTree, PyTree, str]:
-    """Two versions of a row and how they came about: hostile ones, or variations of the best."""
+    """Two versions of a record and how they came about: hostile ones, or variations of the best."""
 
     def pick():
         place = rng.integers(count)
-        return jax.tree.map(lambda leaf: leaf[place], rows)
+        record = jax.tree.map(lambda leaf: leaf[place], rows)
+        if isinstance(record, _User):
+            width = len(jax.tree.leaves(record.rows)[0])
+            own = rng.choice([record.num_examples, 0, 1, width], p=[0.4, 0.1, 0.1, 0.4])
+            record = record._replace(num_examples=own)
+        return record
 
     if best is None or rng.random() < 0.5:
         first, second = rng.choice(_HOSTILE, 2)
