@@ -552,7 +552,7 @@ class _Looks(NamedTuple):
 
     Attributes:
         noisy_sums: [steps, coordinates].
-        claimed: the sum without noise, if clipping is right.
+        claimed: the sum without noise, up to the clip norm.
         directions: of the canaries, one per row.
         included: which canaries took part.
         l2_clip_norm: C, as stated.
@@ -568,8 +568,10 @@ class _Looks(NamedTuple):
 
     @property
     def noise(self) -> np.ndarray:
-        """The noise in standard deviations, as stated, if clipping is right."""
-        return (self.noisy_sums - self.claimed) / (self.noise_multiplier * self.l2_clip_norm)
+        """The noise in standard deviations, as stated; a wrong clip norm makes no difference."""
+        unit = self.claimed / np.linalg.norm(self.claimed)
+        sums = (self.noisy_sums @ unit).mean() * unit
+        return (self.noisy_sums - sums) / (self.noise_multiplier * self.l2_clip_norm)
 
 
 def _looks(mechanism, algorithm, rng, noise_multiplier: float) -> _Looks:
@@ -637,50 +639,60 @@ def _noise(
     proportional to the multiplier decides what that attack says of the stated one.
     """
     runs = [looks(noise_multiplier), looks(AUDIT_NOISE)]
-    # Ten tests: four of each run, and two of both together.
+    steps, coordinates = runs[0].noise.shape
+    # Ten tests: two of both runs together, and four of each.
     share = significance / 10
-    problems, largest = [], []
-    for run in runs:
-        # Around the mean of its coordinate, which an error of the clipping would move.
-        noise = run.noise - run.noise.mean(axis=0)
-        squares, degrees = np.sum(noise**2, axis=0), len(noise) - 1
-        largest.append(_scale_at_most(squares.sum(), degrees * len(squares), share))
+    degrees, pairs_of_steps = steps * coordinates, math.comb(2 * steps, 2)
+    least = stats.chi2.ppf(share, degrees)
+    closest = stats.chi2.ppf(share / pairs_of_steps, coordinates)
+    notices = {
+        "noise": math.sqrt(least / stats.chi2.ppf(POWER, degrees)),
+        "correlation": 1 - float(closest / stats.chi2.ppf(POWER, coordinates)),
+    }
+    # In units of its own scale where that is too small, which is a finding by itself.
+    scales = [float(np.sqrt(np.mean(run.noise**2))) for run in runs]
+    if min(scales) < 1e-3:
+        problem = f"there is at most {min(scales):.1g} of the noise that is stated"
+        return _Found("mu", 1 / noise_multiplier, 0.0, notices, (problem,))
+    noise = np.concatenate(
+        [run.noise / min(scale, 1.0) for run, scale in zip(runs, scales, strict=True)]
+    )
+    if pairs := repeated_noise(noise, 1.0, significance=share):
+        # All that follows is for steps of independent noise.
+        problems = (_dependent(pairs, "steps"),)
+        return _Found("mu", 1 / noise_multiplier, 0.0, notices, problems)
+    problems, is_loud = [], np.ones(coordinates, bool)
+    largest = [scale * math.sqrt(degrees / least) for scale in scales]
+    if largest[1] < 1:
+        problems.append(
+            f"noise is at most {largest[1]:.3f} of what is stated at noise multiplier "
+            f"{AUDIT_NOISE:g}"
+        )
+    for run, scale in zip(runs, scales, strict=True):
         at = f"at noise multiplier {run.noise_multiplier:g}"
-        if run.noise_multiplier != noise_multiplier and largest[-1] < 1:
-            problems.append(f"noise is at most {largest[-1]:.3f} of what is stated {at}")
-        quiet = np.sum(squares < stats.chi2.ppf(share / len(squares), degrees))
-        if quiet:
-            problems.append(f"{quiet} of {len(squares)} coordinates have too little noise {at}")
-        values = noise.ravel() * math.sqrt(1 + 1 / degrees)
+        values = run.noise / min(scale, 1.0)
+        is_quiet = np.sum(values**2, axis=0) < stats.chi2.ppf(share / coordinates, steps)
+        is_loud &= ~is_quiet
+        if is_quiet.any():
+            problems.append(
+                f"{is_quiet.sum()} of {coordinates} coordinates have less noise than others {at}"
+            )
+        values = run.noise.ravel() / scale
         if stats.kstest(values, "norm").pvalue < share:
             problems.append(f"noise is not of Gaussian shape {at}")
-        far = np.sum(np.abs(values) > 3)
-        if stats.binom.cdf(far, len(values), 2 * stats.norm.sf(3)) < share:
+        if stats.binom.cdf(np.sum(np.abs(values) > 3), degrees, 2 * stats.norm.sf(3)) < share:
             problems.append(f"noise has too short tails {at}")
-    together = np.concatenate([run.noise for run in runs])
-    for what, table in (("steps", together), ("coordinates", together.T)):
-        pairs = repeated_noise(table, 1.0, significance=share)
-        if pairs:
-            problems.append(
-                f"noise is not independent in {len(pairs)} pairs of {what}, such as "
-                f"{pairs[0][0]} and {pairs[0][1]}"
-            )
-    degrees = _CANARIES * (_STEPS - 1)
-    scale = math.sqrt(stats.chi2.ppf(share, degrees) / stats.chi2.ppf(POWER, degrees))
-    pairs_of_steps = math.comb(len(together), 2)
-    closeness = stats.chi2.ppf(share / pairs_of_steps, _CANARIES) / stats.chi2.ppf(POWER, _CANARIES)
-    return _Found(
-        "mu",
-        1 / noise_multiplier,
-        1 / (noise_multiplier * largest[0]),
-        {"noise": scale, "correlation": 1 - float(closeness)},
-        tuple(problems),
+    if pairs := repeated_noise(noise.T[is_loud], 1.0, significance=share):
+        problems.append(_dependent(pairs, "coordinates"))
+    bound = 1 / (noise_multiplier * largest[0])
+    return _Found("mu", 1 / noise_multiplier, bound, notices, tuple(problems))
+
+
+def _dependent(pairs: Sequence[tuple[int, int]], what: str) -> str:
+    return (
+        f"noise is not independent in {len(pairs)} pairs of {what}, such as {pairs[0][0]} and "
+        f"{pairs[0][1]}"
     )
-
-
-def _scale_at_most(squares: float, degrees: int, significance: float) -> float:
-    """An upper bound on the scale of Gaussian noise from a sum of squares."""
-    return math.sqrt(squares / stats.chi2.ppf(significance, degrees))
 
 
 def _sampling(mechanism, algorithm, significance, rng) -> _Found:

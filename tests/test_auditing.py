@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -251,10 +252,11 @@ class TestNoise:
         [
             (NoiseReused, "not independent in 2450 pairs of steps, such as 0 and 1"),
             (NoiseNotProportional, "what is stated at noise multiplier 0.32"),
-            (altered(without_one_coordinate), "1 of 400 coordinates have too little noise at"),
-            (altered(without_one_leaf), "200 of 400 coordinates have too little noise at"),
+            (NoiseOff, "there is at most"),
+            (altered(without_one_coordinate), "1 of 400 coordinates have less noise than others"),
+            (altered(without_one_leaf), "200 of 400 coordinates have less noise than others"),
             (altered(same_in_both_leaves), "in 200 pairs of coordinates, such as 0 and 200"),
-            (altered(one_number_for_all), "in 79800 pairs of coordinates"),
+            (altered(one_number_for_all), "noise is not independent in"),
             (altered(cut_off), "too short tails at noise multiplier 3"),
             (altered(uniform), "not of Gaussian shape at noise multiplier 3"),
         ],
@@ -263,6 +265,15 @@ class TestNoise:
         (found,) = dp_sgd(made(kind), Attack.NOISE)
         assert any(problem in text for text in found.problems), found.problems
         assert found.refuted
+
+    def test_a_wrong_clip_norm_is_none_of_its_business(self):
+        assert not dp_sgd(made(with_clip(5.0)), Attack.NOISE)[0].refuted
+
+    def test_too_little_noise_is_not_taken_for_repeated_noise(self):
+        (found,) = dp_sgd(made(with_noise(0.5)), Attack.NOISE)
+        assert found.lower_bound == pytest.approx(2 * found.reported, rel=0.05)
+        (problem,) = found.problems
+        assert "noise is at most 0.5" in problem
 
     def test_noise_of_two_runs_is_compared(self, monkeypatch):
         """Runs of different noise multipliers that begin with one key."""
@@ -467,7 +478,15 @@ class TestRefused:
             assert "expected --canaries of at least 30" in capsys.readouterr().err
         arguments = ["audit", "--algorithm", "federated-pda-dpmd", "--attack", "paired"]
         assert cli.main(arguments) == 2
-        assert "--attack one-run or gaussian for the federated" in capsys.readouterr().err
+        assert "--attack one-run, gaussian, noise or sampling for" in capsys.readouterr().err
+        assert cli.main(["audit", "--attack", "sampling", "--sampling-prob", "1"]) == 2
+        assert "--sampling-prob below 1" in capsys.readouterr().err
+
+    def test_sampling_of_everybody(self):
+        with pytest.raises(ValueError, match="nothing is drawn where every record joins"):
+            auditing.audit(
+                made(sampling=mirrordp.FullBatch.of(CANARIES)), attacks=[Attack.SAMPLING]
+            )
 
     def test_a_paired_attack_on_federated_runs(self):
         with pytest.raises(ValueError, match="federated algorithm has no paired attack"):
@@ -554,11 +573,27 @@ class TestCommand:
         options = ["--algorithm", "dp-sgd", "--attack", "gaussian", "--seed", "1"]
         code = cli.main(["audit", "--canaries", "60", *options])
         assert code == 0
-        out = capsys.readouterr().out
-        assert len(out.splitlines()) == 4
-        assert "dp-sgd" in out
+        out = " ".join(capsys.readouterr().out.split())
+        assert "dp-sgd gaussian mu 3.125" in out
+        assert "noise x 0.96, clip norm x 1.05 A claim" in out
+        assert "The lower bound holds with confidence 0.95." in out
+        assert (
+            "With probability 95% or more this audit would have noticed, in any algorithm above: "
+            "noise below 0.96 of what is stated; a clip norm above 1.05 of what is stated." in out
+        )
+        assert "runs at a noise multiplier of its own, 0.32" in out
         assert "REFUTED" not in out
         assert "No claim was refuted" in out
+
+    def test_all_attacks_on_one_algorithm(self, capsys):
+        options = ["--algorithm", "federated-pda-dpmd", "--seed", "1"]
+        assert cli.main(["audit", "--canaries", "60", *options]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        for attack in ("one-run epsilon", "gaussian mu", "noise mu 0.3334", "sampling q 0.25"):
+            assert f"federated-pda-dpmd {attack}" in out
+        assert "All 4 lower bounds hold together with confidence 0.95; epsilon is at delta" in out
+        assert "a sampling probability above 1.0" in out
+        assert "two steps with noise correlated above 0." in out
 
     def test_a_bound_reads_no_larger_than_it_is(self, capsys, monkeypatch):
         def audit(mechanism, **options):
@@ -567,7 +602,7 @@ class TestCommand:
 
         monkeypatch.setattr(auditing, "audit", audit)
         assert cli.main(["audit"]) == 1
-        assert "    1.235     1.234  REFUTED" in capsys.readouterr().out
+        assert "   1.235     1.234  REFUTED" in capsys.readouterr().out
 
     def test_refuted(self, capsys, monkeypatch):
         def audit(mechanism, **options):
@@ -582,6 +617,23 @@ class TestCommand:
         found = json.loads(capsys.readouterr().out)
         assert found["refuted"] is True
         assert found["audits"][0]["algorithm"] == "exact-pda-dpmd"
+        assert found["audits"][0]["problems"] == []
+        assert found["power"] == 0.95
+
+    def test_problems_are_printed_below(self, capsys, monkeypatch):
+        def audit(mechanism, **options):
+            return [
+                auditing.Audit(
+                    Algorithm.DP_SGD, Attack.NOISE, "mu", 0.3, math.inf, 0.95, 1e-5,
+                    problems=("noise has too short tails",), notices={"noise": 0.97},
+                )
+            ]  # fmt: skip
+
+        monkeypatch.setattr(auditing, "audit", audit)
+        assert cli.main(["audit"]) == 1
+        row, problem, *_ = capsys.readouterr().out.splitlines()[1:]
+        assert row.split()[-2:] == ["infinite", "REFUTED"]
+        assert problem.strip() == "noise has too short tails"
 
     def test_too_few_canaries(self, capsys):
         assert cli.main(["audit", "--canaries", "5"]) == 2

@@ -225,7 +225,7 @@ def test_replay_accepts_users_of_large_models():
         optimizer=mirrordp.federated.server_sgd(1.0), client_learning_rate=0.5,
     )  # fmt: skip
     found = auditing.neighbour_replay(
-        federated_step, jnp.full(100_000, 0.1), users(16, 100_000), num_pairs=20
+        federated_step, jnp.full(100_000, 0.1), users(6, 100_000), num_pairs=12
     )
     assert not found.exceeded(), found
 
