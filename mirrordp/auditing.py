@@ -310,7 +310,7 @@ class _Found(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def _limit(notices: Callable[[float], float], low: float, high: float) -> float | None:
+def _limit(notices: Callable[[float], Any], low: float, high: float) -> float | None:
     """Where `notices`, a probability that falls from `low` to `high`, passes `POWER`; or None.
 
     The answer lies on the side of `low`, where the probability is large enough.
