@@ -8,19 +8,23 @@ nothing; one above it proves a mistake. The statistics are those of `jax_privacy
 - `one_run_epsilon`: many canaries in one run (Steinke, Nasr and Jagielski 2023);
 - `paired_epsilon`: one canary, many runs with and without it, Clopper-Pearson bounds;
 - `gaussian_mu`: the same bounds as the μ of Gaussian differential privacy, where the noise of a
-  single full-batch step is seen. Halved noise is found here, where the others have no power.
+  single full-batch step is seen. A tenth less noise is found here, where the others have no power.
 
-`audit` runs them on the library's own algorithms. `neighbour_replay` asks another question, of
-any loss function: under the same randomness, how far apart are the releases of two neighbouring
-data sets, at worst? What each of them can and cannot find is in docs/auditing.md.
+Two checks look at the parts instead of the whole, and see more: `repeated_noise` compares the noise
+of steps, and `not_poisson` the batches that records took part in.
+
+`audit` runs all of these on the library's own algorithms and says which deviation each of them
+would have noticed. `neighbour_replay` asks another question, of any loss function: under the same
+randomness, how far apart are the releases of two neighbouring data sets, at worst? What each of
+them can and cannot find is in docs/auditing.md.
 """
 
 import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +36,17 @@ from scipy import stats
 from mirrordp import _validate, mirror
 from mirrordp.accounting import Adjacency
 from mirrordp.data import PrivateClients, PrivateData, PublicData
-from mirrordp.federated import federated_train
+from mirrordp.federated import (
+    ClientArrays,
+    FederatedStep,
+    federated_train,
+    pad_users,
+    user_keys,
+)
 from mirrordp.mechanism import Mechanism
 from mirrordp.noise import GaussianNoise
 from mirrordp.sampling import FullBatch, PoissonSampling
+from mirrordp.sums import ExactSum
 from mirrordp.sweeps import Run, train_sweep
 from mirrordp.training import TrainStep, train
 from mirrordp.types import Batch, Params, PyTree
@@ -149,20 +160,28 @@ class Attack(enum.Enum):
     ONE_RUN = "one-run"
     PAIRED = "paired"
     GAUSSIAN = "gaussian"
+    NOISE = "noise"
+    SAMPLING = "sampling"
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What one attack on one algorithm found.
+    """What one attack on one algorithm found, and what it could have found.
 
     Attributes:
         algorithm: who was attacked.
         attack: how.
-        measure: what is bounded: "epsilon" at `delta`, or "mu" of one step.
+        measure: what is bounded: "epsilon" at `delta`, "mu" of one step, or "q", the probability
+            of a record to join a step.
         reported: what is claimed.
         lower_bound: what was proved; the claim is refuted where this is larger.
         confidence: with which, after correction for the number of audits made together.
         delta: δ of the claim.
+        problems: whatever else contradicts the claim, in words; it is refuted where there are any.
+        notices: the power. For each kind of deviation the factor, relative to what is stated, at
+            which the attack notices it with probability `POWER`: "noise" at this factor or below,
+            "clip" and "q" at this factor or above; "correlation" of the noise of two steps at this
+            value or above. A kind that is missing is not noticed at any size.
     """
 
     algorithm: Algorithm
@@ -172,11 +191,24 @@ class Audit:
     lower_bound: float
     confidence: float
     delta: float
+    problems: tuple[str, ...] = ()
+    notices: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def refuted(self) -> bool:
         """Whether the claim was proved wrong."""
-        return self.lower_bound > self.reported
+        return self.lower_bound > self.reported or bool(self.problems)
+
+
+# The probability with which a deviation of the stated size is noticed.
+POWER = 0.95
+
+# Where a Gaussian mechanism is attacked with a threshold halfway, the relative error of μ is least
+# when each rate of errors is Φ(−1.576): a noise multiplier of 1 / (2 · 1.576).
+AUDIT_NOISE = 0.32
+
+# At this noise multiplier a release shows who took part: half a clip norm is ten deviations.
+_SAMPLING_NOISE = 0.05
 
 
 def audit(
@@ -191,13 +223,20 @@ def audit(
 ) -> list[Audit]:
     """Attacks the library's algorithms, run with `mechanism`; all bounds hold together.
 
-    Canary i pulls on coordinate i, harder than the clip norm allows, at every step that draws it,
-    and the attacker sees the parameters. With probability at least `confidence` no lower bound is
-    above what is true (each audit has its share of the error, Bonferroni).
+    Canary i pulls in a direction of its own, harder than the clip norm allows, at every step that
+    draws it, and the attacker sees the parameters. With probability at least `confidence` no lower
+    bound is above what is true, and no problem is reported where there is none (each audit has its
+    share of the error, Bonferroni).
+
+    The Gaussian attack has little power at the noise of an ordinary mechanism, so it runs the same
+    mechanism at the noise multiplier `AUDIT_NOISE`. What it finds there, an excess of sensitivity
+    over noise, holds at the stated multiplier if noise is proportional to it; the noise attack
+    measures the noise at both.
 
     Args:
         mechanism: Poisson or full-batch sampling of a public number of rows; there are as many
-            canaries as rows. The Gaussian attack uses its clip norm and noise with full batches.
+            canaries as rows. The Gaussian and the noise attack use it with full batches of their
+            own, the sampling attack with little noise and as many steps as it needs.
         algorithms: which to attack.
         attacks: how.
         delta: δ of the claim.
@@ -223,45 +262,98 @@ def audit(
         for algorithm in algorithms
         for attack in attacks
         if (algorithm, attack) != (Algorithm.FEDERATED, Attack.PAIRED)
+        and (attack is not Attack.SAMPLING or mechanism.sampling.sampling_prob < 1)
     ]
     if not made:
         raise ValueError(
             "expected an attack on an algorithm, got none: the federated algorithm has no paired "
-            "attack (its runs are not made side by side). Use Attack.ONE_RUN or Attack.GAUSSIAN."
+            "attack (its runs are not made side by side), and nothing is drawn where every record "
+            "joins every step. Use Attack.ONE_RUN, Attack.GAUSSIAN or Attack.NOISE."
         )
     # The statistics take less than one half; to err less often than is allowed is no error.
     significance = min((1 - confidence) / len(made), 0.49)
     rng = np.random.default_rng(seed)
     epsilon = None
+    if any(attack in (Attack.ONE_RUN, Attack.PAIRED) for _, attack in made):
+        epsilon = mechanism.epsilon(delta)
     found = []
-    for algorithm, attack in made:
-        if attack is Attack.GAUSSIAN:
-            measure, reported = "mu", 1 / mechanism.noise_multiplier
-            bound = _gaussian(mechanism, algorithm, significance, rng)
-        else:
-            if epsilon is None:
-                epsilon = mechanism.epsilon(delta)
-            measure, reported = "epsilon", epsilon
-            if attack is Attack.ONE_RUN:
-                bound = _one_run(mechanism, algorithm, delta, significance, rng)
+    for algorithm in dict.fromkeys(algorithms):
+        looks = functools.cache(functools.partial(_looks, mechanism, algorithm, rng))
+        for attack in [attack for one, attack in made if one is algorithm]:
+            if attack is Attack.GAUSSIAN:
+                found_here = _gaussian(looks, significance)
+            elif attack is Attack.NOISE:
+                found_here = _noise(looks, mechanism.noise_multiplier, significance)
+            elif attack is Attack.SAMPLING:
+                found_here = _sampling(mechanism, algorithm, significance, rng)
+            elif attack is Attack.ONE_RUN:
+                found_here = _one_run(mechanism, algorithm, epsilon, delta, significance, rng)
             else:
-                bound = _paired(mechanism, algorithm, delta, significance, num_runs, rng)
-        found.append(Audit(algorithm, attack, measure, reported, bound, 1 - significance, delta))
+                found_here = _paired(
+                    mechanism, algorithm, epsilon, delta, significance, num_runs, rng
+                )
+            found.append(
+                Audit(
+                    algorithm, attack, confidence=1 - significance, delta=delta,
+                    **found_here._asdict(),
+                )
+            )  # fmt: skip
     return found
+
+
+class _Found(NamedTuple):
+    """The part of an `Audit` that an attack fills in."""
+
+    measure: str
+    reported: float
+    lower_bound: float
+    notices: Mapping[str, float]
+    problems: tuple[str, ...] = ()
+
+
+def _limit(notices: Callable[[float], Any], low: float, high: float) -> float | None:
+    """Where `notices`, a probability that falls from `low` to `high`, passes `POWER`; or None.
+
+    The answer lies on the side of `low`, where the probability is large enough.
+    """
+    if notices(low) < POWER:
+        return None
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if notices(middle) >= POWER else (low, middle)
+    return low
+
+
+def _powers(**limits: float | None) -> dict[str, float]:
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 # Canaries are longer than the clip norm, so that they show where clipping is left out.
 _LENGTH = 100.0
 
+# Of the runs in which each step is seen. Their full batches hold as many canaries as coordinates.
+_CANARIES, _STEPS = 400, 50
+
+_RATE = 0.1
+
+
+def _start(dims: int) -> Params:
+    """Two leaves: noise that misses one of them, or is the same in both, shows."""
+    return {"first": jnp.zeros(dims // 2), "second": jnp.zeros(dims - dims // 2)}
+
+
+def _joined(params: Params) -> Any:
+    return jnp.concatenate([params["first"], params["second"]], axis=-1)
+
 
 def _pull(params, example):
     """−⟨θ, x⟩: a record pulls in its own direction, wherever θ is."""
-    return -jnp.dot(params, example)
+    return -jnp.dot(_joined(params), example)
 
 
 def _public_pull(params, example):
     """½‖θ − z‖², for the public gradient."""
-    return 0.5 * jnp.sum((params - example) ** 2)
+    return 0.5 * jnp.sum((_joined(params) - example) ** 2)
 
 
 @functools.cache
@@ -273,11 +365,10 @@ def _setting(algorithm: Algorithm, dims: int) -> tuple[dict[str, Any], np.ndarra
     """
     rng = np.random.default_rng(1)
     if algorithm is Algorithm.EXACT:
-        basis = np.linalg.qr(rng.normal(size=(dims, dims)))[0]
-        hessian = basis * np.linspace(1, 4, dims) @ basis.T
+        hessian = _directions(dims).T * np.linspace(1, 4, dims) @ _directions(dims)
         mirror_map = mirror.QuadraticMap.from_hessian(hessian, np.zeros(dims))
-        return {"optimizer": mirror_descent(mirror_map, 0.1)}, hessian
-    options: dict[str, Any] = {"optimizer": optax.sgd(0.1)}
+        return {"optimizer": mirror_descent(mirror_map, _RATE)}, hessian
+    options: dict[str, Any] = {"optimizer": optax.sgd(_RATE)}
     if algorithm in (Algorithm.FIRST_ORDER, Algorithm.FEDERATED):
         half = rng.normal(size=(2, dims)).astype(np.float32)
         options |= {
@@ -288,6 +379,12 @@ def _setting(algorithm: Algorithm, dims: int) -> tuple[dict[str, Any], np.ndarra
     return options, np.eye(dims)
 
 
+@functools.lru_cache(maxsize=4)
+def _directions(dims: int) -> np.ndarray:
+    """Orthogonal unit vectors as rows, each with something in every coordinate."""
+    return np.linalg.qr(np.random.default_rng(1).normal(size=(dims, dims)))[0]
+
+
 def _seed(rng: np.random.Generator) -> int:
     return int(rng.integers(2**62))
 
@@ -296,7 +393,7 @@ def _trained(
     algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int, options: dict[str, Any]
 ) -> Any:
     """The last state of a run from zero in which every row is a record, or a user."""
-    start = jnp.zeros(rows.shape[1])
+    start = _start(rows.shape[1])
     if algorithm is Algorithm.FEDERATED:
         steps = federated_train(
             _pull,
@@ -315,82 +412,23 @@ def _trained(
     return state
 
 
-def _canaries(mechanism: Mechanism, included: np.ndarray) -> np.ndarray:
-    """Canary i pulls on coordinate i, or is a row of zeros."""
-    return _LENGTH * mechanism.l2_clip_norm * np.diag(included).astype(np.float32)
-
-
-def _one_run(mechanism, algorithm, delta, significance, rng) -> float:
-    canaries = mechanism.sampling.num_examples
-    included = rng.random(canaries) < 0.5
-    rows = _canaries(mechanism, included)
-    options, to_scores = _setting(algorithm, canaries)
-    state = _trained(algorithm, rows, mechanism, _seed(rng), options)
-    scores = to_scores @ np.asarray(state.params, np.float64)
-    return one_run_epsilon(scores, included, delta=delta, significance=significance)
-
-
-def _paired(mechanism, algorithm, delta, significance, num_runs, rng) -> float:
-    rows = mechanism.sampling.num_examples
-    options, to_scores = _setting(algorithm, 2)
-    alpha = options.get("alpha", 1.0)
-    scores = []
-    for present in (True, False):
-        private = np.zeros((rows, 2), np.float32)
-        private[0, 0] = _LENGTH * mechanism.l2_clip_norm * present
-        *_, (states, _) = train_sweep(
-            _pull,
-            jnp.zeros(2),
-            PrivateData(private),
-            runs=[Run(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
-            mechanism=mechanism,
-            **{name: value for name, value in options.items() if name != "alpha"},
-        )
-        scores.append((np.asarray(states.params, np.float64) @ to_scores.T)[:, 0])
-    return paired_epsilon(
-        scores[0],
-        scores[1],
-        threshold=_signal(mechanism, algorithm) / 2,
-        delta=delta,
-        significance=significance,
-    )
-
-
-def _signal(mechanism: Mechanism, algorithm: Algorithm) -> float:
-    """The score of a canary that takes part as often as expected, without noise."""
-    sampling = mechanism.sampling
-    once = 0.1 * mechanism.l2_clip_norm * sampling.sampling_prob / sampling.expected_batch_size
-    total = 0.0
-    for _ in range(mechanism.num_steps):
-        if algorithm is Algorithm.FIRST_ORDER:
-            total += 0.5 * once - 0.1 * 0.5 * total
-        else:
-            total += once
-    return total
-
-
-def _gaussian(mechanism, algorithm, significance, rng) -> float:
-    """Half of 400 full-batch canaries take part; every step shows each through fresh noise."""
-    canaries, steps = 400, 10
-    full = dataclasses.replace(
-        mechanism, sampling=FullBatch.of(canaries), num_steps=steps, accountant=None, orders=None
-    )
-    included = np.arange(canaries) % 2 == 0
-    options, _ = _setting(algorithm, canaries)
+def _noisy_sums(
+    algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int
+) -> np.ndarray:
+    """The noisy sum that each step of a run released, [steps, coordinates]."""
+    options, _ = _setting(algorithm, rows.shape[1])
     # Where θ stands still the public gradient is zero.
-    still = options["optimizer"] if algorithm is Algorithm.EXACT else optax.sgd(0.0)
-    recorded: dict[str, Any] = options | {"optimizer": _recording(still, steps)}
-    rows = _canaries(mechanism, included)
-    state = _trained(algorithm, rows, full, _seed(rng), recorded)
-    seen = -np.asarray(state.opt_state[1]) * canaries / options.get("alpha", 1.0)
-    return gaussian_mu(
-        seen[:, included].ravel(),
-        seen[:, ~included].ravel(),
-        threshold=mechanism.l2_clip_norm / 2,
-        significance=significance,
-    )
+    still = options["optimizer"] if algorithm is Algorithm.EXACT else _STILL
+    recorded = options | {"optimizer": _recording(still, mechanism.num_steps)}
+    state = _trained(algorithm, rows, mechanism, seed, recorded)
+    kept = np.asarray(_joined(state.opt_state[1]), np.float64)
+    return -kept * mechanism.sampling.expected_batch_size / options.get("alpha", 1.0)
 
 
+_STILL = optax.sgd(0.0)
+
+
+@functools.lru_cache(maxsize=8)
 def _recording(
     optimizer: optax.GradientTransformation, num_steps: int
 ) -> optax.GradientTransformation:
@@ -407,6 +445,351 @@ def _recording(
         return updates, (inner, kept, count + 1)
 
     return optax.GradientTransformation(init, update)
+
+
+def _canaries(mechanism: Mechanism, included: np.ndarray) -> np.ndarray:
+    """Canary i pulls on coordinate i, or is a row of zeros."""
+    return _LENGTH * mechanism.l2_clip_norm * np.diag(included).astype(np.float32)
+
+
+def _one_run(mechanism, algorithm, reported, delta, significance, rng) -> _Found:
+    canaries = mechanism.sampling.num_examples
+    included = rng.random(canaries) < 0.5
+    rows = _canaries(mechanism, included)
+    options, to_scores = _setting(algorithm, canaries)
+    state = _trained(algorithm, rows, mechanism, _seed(rng), options)
+    scores = to_scores @ np.asarray(_joined(state.params), np.float64)
+    bound = functools.partial(one_run_epsilon, delta=delta, significance=significance)
+
+    guesses = canaries // 3
+    needed = _fewest(lambda right: bound(*_guessed(canaries, right)) > reported, guesses)
+    took_part, noise = _simulated(mechanism, algorithm, (100, canaries))
+    present = np.arange(canaries) % 2 == 0
+
+    def notices(factor):
+        order = np.argsort(-(took_part * present + factor * noise), axis=1)[:, :guesses]
+        return np.mean(present[order].sum(axis=1) >= needed)
+
+    return _Found(
+        "epsilon", reported, bound(scores, included), _powers(noise=_limit(notices, 0.0, 1.0))
+    )
+
+
+def _fewest(is_enough: Callable[[int], bool], most: int) -> int:
+    """The smallest number up to `most` that is enough, or more than `most` if none is."""
+    low, high = 0, most + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle <= most and is_enough(middle) else (middle + 1, high)
+    return low
+
+
+def _guessed(canaries: int, right: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and facts of a run in which `right` guesses of a third of the canaries were right."""
+    included = np.arange(canaries) % 2 == 0
+    included[canaries - canaries // 3 :] = False
+    included[canaries - right :] = True
+    return np.arange(canaries), included
+
+
+def _simulated(
+    mechanism: Mechanism, algorithm: Algorithm, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of canaries that take part, without noise, and the noise, as both are stated."""
+    rng = np.random.default_rng(1)
+    weights = _weights(mechanism, algorithm)
+    pool = sum(w * (rng.random(10_000) < mechanism.sampling.sampling_prob) for w in weights)
+    took_part = mechanism.l2_clip_norm * rng.choice(pool, shape)
+    return took_part, mechanism.noise_stddev * np.linalg.norm(weights) * rng.normal(size=shape)
+
+
+def _weights(mechanism: Mechanism, algorithm: Algorithm) -> np.ndarray:
+    """The weight of each step's noisy sum in the score at the end."""
+    alpha = 0.5 if algorithm in (Algorithm.FIRST_ORDER, Algorithm.FEDERATED) else 1.0
+    kept = (1 - _RATE * (1 - alpha)) ** np.arange(mechanism.num_steps)[::-1]
+    return _RATE * alpha * kept / mechanism.sampling.expected_batch_size
+
+
+def _paired(mechanism, algorithm, reported, delta, significance, num_runs, rng) -> _Found:
+    rows = mechanism.sampling.num_examples
+    options, to_scores = _setting(algorithm, 2)
+    alpha = options.get("alpha", 1.0)
+    scores = []
+    for present in (True, False):
+        private = np.zeros((rows, 2), np.float32)
+        private[0, 0] = _LENGTH * mechanism.l2_clip_norm * present
+        *_, (states, _) = train_sweep(
+            _pull,
+            _start(2),
+            PrivateData(private),
+            runs=[Run(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
+            mechanism=mechanism,
+            **{name: value for name, value in options.items() if name != "alpha"},
+        )
+        scores.append((np.asarray(_joined(states.params), np.float64) @ to_scores.T)[:, 0])
+    sampling = mechanism.sampling
+    signal = mechanism.l2_clip_norm * sampling.sampling_prob * _weights(mechanism, algorithm).sum()
+    bound = functools.partial(
+        paired_epsilon, threshold=signal / 2, delta=delta, significance=significance
+    )
+
+    @functools.cache
+    def bound_of(hits, alarms):
+        ranks = np.arange(num_runs)
+        return bound(np.where(ranks < hits, signal, 0.0), np.where(ranks < alarms, signal, 0.0))
+
+    took_part, noise = _simulated(mechanism, algorithm, (2, 100, num_runs))
+
+    def notices(factor):
+        hits = np.sum(took_part[0] + factor * noise[0] >= signal / 2, axis=1)
+        alarms = np.sum(factor * noise[1] >= signal / 2, axis=1)
+        return np.mean([bound_of(*both) > reported for both in zip(hits, alarms, strict=True)])
+
+    return _Found("epsilon", reported, bound(*scores), _powers(noise=_limit(notices, 0.0, 1.0)))
+
+
+class _Looks(NamedTuple):
+    """What a run with full batches released, step by step.
+
+    Attributes:
+        noisy_sums: [steps, coordinates].
+        claimed: the sum without noise, up to the clip norm.
+        directions: of the canaries, one per row.
+        included: which canaries took part.
+        l2_clip_norm: C, as stated.
+        noise_multiplier: the stated one of this run.
+    """
+
+    noisy_sums: np.ndarray
+    claimed: np.ndarray
+    directions: np.ndarray
+    included: np.ndarray
+    l2_clip_norm: float
+    noise_multiplier: float
+
+    @property
+    def noise(self) -> np.ndarray:
+        """The noise in standard deviations, as stated; a wrong clip norm makes no difference."""
+        unit = self.claimed / np.linalg.norm(self.claimed)
+        sums = (self.noisy_sums @ unit).mean() * unit
+        return (self.noisy_sums - sums) / (self.noise_multiplier * self.l2_clip_norm)
+
+
+def _looks(mechanism, algorithm, rng, noise_multiplier: float) -> _Looks:
+    """Half of the canaries take part in full batches; every step shows each through fresh noise.
+
+    A canary has something in every coordinate and in both leaves, so that clipping of single
+    coordinates or leaves is seen.
+    """
+    full = dataclasses.replace(
+        mechanism,
+        sampling=FullBatch.of(_CANARIES),
+        noise_multiplier=noise_multiplier,
+        num_steps=_STEPS,
+        accountant=None,
+        orders=None,
+    )
+    included, directions = np.arange(_CANARIES) % 2 == 0, _directions(_CANARIES)
+    taking_part = mechanism.l2_clip_norm * included[:, None] * directions
+    rows = (_LENGTH * taking_part).astype(np.float32)
+    return _Looks(
+        noisy_sums=_noisy_sums(algorithm, rows, full, _seed(rng)),
+        claimed=taking_part.sum(axis=0),
+        directions=directions,
+        included=included,
+        l2_clip_norm=mechanism.l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+    )
+
+
+def _gaussian(looks: Callable[[float], _Looks], significance: float) -> _Found:
+    run = looks(AUDIT_NOISE)
+    scores = run.noisy_sums @ run.directions.T / run.l2_clip_norm
+    with_canary, without = scores[:, run.included].ravel(), scores[:, ~run.included].ravel()
+    bound = gaussian_mu(with_canary, without, threshold=0.5, significance=significance)
+    return _Found("mu", 1 / AUDIT_NOISE, bound, _gaussian_power(len(without), significance))
+
+
+@functools.lru_cache(maxsize=8)
+def _gaussian_power(trials: int, significance: float) -> Mapping[str, float]:
+    """Computed, not simulated: errors are binomial, and the attack looks at nothing else."""
+    counts = np.arange(trials)
+    # The attack refutes where the two upper bounds on the rates are small enough together.
+    rates = stats.beta.ppf(1 - significance / 2, counts + 1, trials - counts)
+    enough = stats.norm.cdf(stats.norm.isf(rates) - 1 / AUDIT_NOISE)
+    misses_allowed = np.searchsorted(rates, enough) - 1
+
+    def refutes(noise: float, clip: float) -> float:
+        alarms = stats.norm.sf(0.5 / (noise * AUDIT_NOISE))
+        misses = stats.norm.cdf((0.5 - clip) / (noise * AUDIT_NOISE))
+        allowed = stats.binom.cdf(misses_allowed, trials, misses)
+        return float(stats.binom.pmf(counts, trials, alarms) @ allowed)
+
+    return _powers(
+        noise=_limit(lambda noise: refutes(noise, 1.0), 0.1, 1.0),
+        clip=_limit(lambda clip: refutes(1.0, clip), 2.0, 1.0),
+    )
+
+
+def _noise(
+    looks: Callable[[float], _Looks], noise_multiplier: float, significance: float
+) -> _Found:
+    """Noise as large as stated, everywhere, of Gaussian shape, and never the same twice.
+
+    It is measured at the stated multiplier, and at that of the Gaussian attack: whether noise is
+    proportional to the multiplier decides what that attack says of the stated one.
+    """
+    runs = [looks(noise_multiplier), looks(AUDIT_NOISE)]
+    steps, coordinates = runs[0].noise.shape
+    # Ten tests: two of both runs together, and four of each.
+    share = significance / 10
+    degrees, pairs_of_steps = steps * coordinates, math.comb(2 * steps, 2)
+    least = stats.chi2.ppf(share, degrees)
+    closest = stats.chi2.ppf(share / pairs_of_steps, coordinates)
+    notices = {
+        "noise": math.sqrt(least / stats.chi2.ppf(POWER, degrees)),
+        "correlation": 1 - float(closest / stats.chi2.ppf(POWER, coordinates)),
+    }
+    # In units of its own scale where that is too small, which is a finding by itself.
+    scales = [float(np.sqrt(np.mean(run.noise**2))) for run in runs]
+    if min(scales) < 1e-3:
+        problem = f"there is at most {min(scales):.1g} of the noise that is stated"
+        return _Found("mu", 1 / noise_multiplier, 0.0, notices, (problem,))
+    noise = np.concatenate(
+        [run.noise / min(scale, 1.0) for run, scale in zip(runs, scales, strict=True)]
+    )
+    if pairs := repeated_noise(noise, 1.0, significance=share):
+        # All that follows is for steps of independent noise.
+        problems = (_dependent(pairs, "steps"),)
+        return _Found("mu", 1 / noise_multiplier, 0.0, notices, problems)
+    problems, is_loud = [], np.ones(coordinates, bool)
+    largest = [scale * math.sqrt(degrees / least) for scale in scales]
+    if largest[1] < 1:
+        problems.append(
+            f"noise is at most {largest[1]:.3f} of what is stated at noise multiplier "
+            f"{AUDIT_NOISE:g}"
+        )
+    for run, scale in zip(runs, scales, strict=True):
+        at = f"at noise multiplier {run.noise_multiplier:g}"
+        values = run.noise / min(scale, 1.0)
+        is_quiet = np.sum(values**2, axis=0) < stats.chi2.ppf(share / coordinates, steps)
+        is_loud &= ~is_quiet
+        if is_quiet.any():
+            problems.append(
+                f"{is_quiet.sum()} of {coordinates} coordinates have less noise than others {at}"
+            )
+        values = run.noise.ravel() / scale
+        if stats.kstest(values, "norm").pvalue < share:
+            problems.append(f"noise is not of Gaussian shape {at}")
+        if stats.binom.cdf(np.sum(np.abs(values) > 3), degrees, 2 * stats.norm.sf(3)) < share:
+            problems.append(f"noise has too short tails {at}")
+    if pairs := repeated_noise(noise.T[is_loud], 1.0, significance=share):
+        problems.append(_dependent(pairs, "coordinates"))
+    bound = 1 / (noise_multiplier * largest[0])
+    return _Found("mu", 1 / noise_multiplier, bound, notices, tuple(problems))
+
+
+def _dependent(pairs: Sequence[tuple[int, int]], what: str) -> str:
+    return (
+        f"noise is not independent in {len(pairs)} pairs of {what}, such as {pairs[0][0]} and "
+        f"{pairs[0][1]}"
+    )
+
+
+def _sampling(mechanism, algorithm, significance, rng) -> _Found:
+    """Reads from releases with little noise who took part in which step."""
+    q, records = mechanism.sampling.sampling_prob, mechanism.sampling.num_examples
+    steps = int(np.clip(math.ceil(50 / q), 100, 2000))
+    visible = dataclasses.replace(
+        mechanism, noise_multiplier=_SAMPLING_NOISE, num_steps=steps, accountant=None, orders=None
+    )
+    rows = _canaries(mechanism, np.ones(records, bool))
+    times = _noisy_sums(algorithm, rows, visible, _seed(rng)) / mechanism.l2_clip_norm
+    took_part = times > 0.5
+    # One half for the frequency, whose bound is reported, and one for all the rest.
+    problems = not_poisson(took_part, q, significance=significance / 2)
+    if (times > 1.5).any():
+        problems.append("a record counted more than once in a step")
+    total, trials = int(took_part.sum()), took_part.size
+    at_least = stats.beta.ppf(significance / 2, total, trials - total + 1) if total else 0.0
+    most = stats.binom.isf(significance / 2, trials, q)
+    return _Found(
+        "q",
+        q,
+        float(at_least),
+        _powers(q=_limit(lambda factor: stats.binom.sf(most, trials, factor * q), 1 / q, 1.0)),
+        tuple(problems),
+    )
+
+
+def not_poisson(
+    took_part: np.ndarray, sampling_prob: float, *, significance: float = 1e-6
+) -> list[str]:
+    """What in a table of participations contradicts Poisson sampling, in words.
+
+    Under Poisson sampling each record joins each step independently with probability q. Tested are
+    the frequency of all participations, the number of steps of each record and its spread over
+    records, the spread of batch sizes, how often neighbouring steps share a record, and for all
+    pairs of steps, and of records, how much they have in common.
+
+    Args:
+        took_part: booleans, [steps, records].
+        sampling_prob: q, below 1.
+        significance: the probability of a false alarm, over all tests together.
+    """
+    _validate.open_unit_interval(sampling_prob=sampling_prob, significance=significance)
+    table, q, share = np.asarray(took_part, bool), sampling_prob, significance / 7
+    steps, records = table.shape
+    per_record, per_step = table.sum(axis=0), table.sum(axis=1)
+    again = table[0 : steps - 1 : 2] & table[1:steps:2]
+    found = []
+    if _unlikely(table.sum(), table.size, q) < share:
+        found.append(f"records joined {table.mean():.4g} of all steps instead of {q:.4g}")
+    odd = int(np.argmin(_unlikely(per_record, steps, q)))
+    if _unlikely(per_record[odd], steps, q) * records < share:
+        found.append(f"record {odd} joined {per_record[odd]} of {steps} steps")
+    if _spread_is_unlikely(per_record, steps, q) < share:
+        found.append("records differ in how often they joined by too much or too little")
+    if _spread_is_unlikely(per_step, records, q) < share:
+        found.append("batches differ in size by too much or too little")
+    if _unlikely(again.sum(), again.size, q**2) < share:
+        found.append(
+            f"records of a step joined the next one with frequency "
+            f"{again.sum() / max(1, per_step[0 : steps - 1 : 2].sum()):.4g} instead of {q:.4g}"
+        )
+    for what, rows, trials in (("steps", table, records), ("records", table.T, steps)):
+        first, second, common = _closest(rows)
+        pairs = math.comb(len(rows), 2)
+        if pairs * stats.binom.sf(common - 1, trials, q**2) < share:
+            found.append(f"{what} {first} and {second} have {common} participations in common")
+    return found
+
+
+def _unlikely(count: Any, trials: int, probability: float) -> Any:
+    """The two-sided p-value of binomial counts."""
+    below = stats.binom.cdf(count, trials, probability)
+    above = stats.binom.sf(np.asarray(count) - 1, trials, probability)
+    return np.minimum(1, 2 * np.minimum(below, above))
+
+
+def _spread_is_unlikely(counts: np.ndarray, trials: int, probability: float) -> float:
+    """The two-sided p-value of the sum of squared deviations of independent binomial counts.
+
+    Its distribution is taken to be a gamma of the right mean and variance: χ² for many trials.
+    """
+    variance = trials * probability * (1 - probability)
+    squares = np.sum((counts - trials * probability) ** 2) / variance
+    scale = 2 + (1 - 6 * probability * (1 - probability)) / variance
+    spread = stats.gamma(len(counts) / scale, scale=scale)
+    return float(min(1, 2 * min(spread.cdf(squares), spread.sf(squares))))
+
+
+def _closest(rows: np.ndarray) -> tuple[int, int, int]:
+    """The two rows that have most in common, and how much."""
+    common = rows.astype(np.float32) @ rows.astype(np.float32).T
+    np.fill_diagonal(common, -1)
+    first, second = np.unravel_index(np.argmax(common), common.shape)
+    return int(first), int(second), int(common[first, second])
 
 
 def repeated_noise(
@@ -455,9 +838,9 @@ class Replay:
 
 
 def neighbour_replay(
-    train_step: TrainStep,
+    step: TrainStep | FederatedStep,
     params: Params,
-    rows: Batch,
+    rows: Batch | PrivateClients,
     *,
     public: Batch | None = None,
     alpha: float = 1.0,
@@ -474,66 +857,144 @@ def neighbour_replay(
         step = TrainStep(loss_fn=my_loss, mechanism=mechanism, optimizer=optax.sgd(0.1))
         assert not neighbour_replay(step, my_params, my_rows).exceeded()
 
+    In a `FederatedStep` a record is a user with all of its rows, and the sums are compared before
+    the noise too: what a user adds to the count of an adaptive clip is a part of them.
+
     The search begins with rows from `rows` and hostile ones (NaN, infinities, huge, tiny and zero
-    values, the extremes of integers, duplicates), in batches drawn by the mechanism, alone, and in
-    crowds; then it varies the worst pair found so far: scaled, negated, mixed with other rows.
+    values, the extremes of integers, duplicates; users with none, one and all of their rows), in
+    batches drawn by the mechanism, alone, and in crowds; then it varies the worst pair found so
+    far: scaled, negated, mixed with other rows.
 
     Args:
-        train_step: the step; its optimiser is replaced by one that keeps the gradient.
+        step: of central training or, for users, a federated round; its optimiser is replaced by one
+            that keeps the gradient.
         params: where to look.
-        rows: arrays with at least two rows, as the mechanism would sample from.
+        rows: arrays with at least two rows, as the mechanism would sample from; for a federated
+            step `PrivateClients` of at least two users.
         public: public rows, where α < 1.
         alpha: the weight of the private gradient.
         num_pairs: how many pairs of neighbours to try.
         seed: of the search.
     """
-    _validate.instance_of(TrainStep, train_step=train_step)
+    _validate.instance_of((TrainStep, FederatedStep), step=step)
     _validate.positive_integer(num_pairs=num_pairs)
     _validate.probability("A step at α = 0 releases nothing.", alpha=alpha)
-    mechanism = train_step.mechanism
+    if alpha < 1 and public is None:
+        raise ValueError(
+            f"alpha={alpha:g} mixes in a public gradient, got no public rows. Pass public=arrays, "
+            "or leave alpha at 1."
+        )
+    mechanism = step.mechanism
     if not isinstance(mechanism.noise, GaussianNoise):
         mechanism = dataclasses.replace(mechanism, noise=GaussianNoise())
-    step = dataclasses.replace(
-        train_step, mechanism=mechanism, optimizer=_LAST_GRADIENT, average=None
-    )
-    rows = jax.tree.map(np.asarray, rows)
-    count = len(jax.tree.leaves(rows)[0])
+    step = dataclasses.replace(step, mechanism=mechanism, optimizer=_LAST_GRADIENT, average=None)
+    params = jax.tree.map(jnp.asarray, params)
+    if isinstance(step, FederatedStep):
+        _validate.instance_of(PrivateClients, "A record of a federated step is a user.", rows=rows)
+        records, what = _users(rows), "users"
+        released = _released_by_users(step, params, public, alpha, seed)
+    else:
+        records, what = jax.tree.map(np.asarray, rows), "rows"
+        released = _released_by_rows(step, params, records, public, alpha, seed)
+    count = len(jax.tree.leaves(records)[0])
     if count < 2:
-        raise ValueError(f"a replay needs at least two rows, got {count}.")
+        raise ValueError(f"a replay needs at least two {what}, got {count}.")
     rng = np.random.default_rng(seed)
-    state = step.init(jax.tree.map(jnp.asarray, params), jax.random.key(seed))
+    worst, description, best, tried = 0.0, "none", None, 0
+    while tried < num_pairs and worst < math.inf:
+        victim, other, how = _propose(records, count, rng, best)
+        drawn = _company(mechanism, count, rng, tried)
+        place = rng.choice(drawn)
+        tried += 1
+        data = _with_row(records, place, victim)
+        index, is_padding = _padded(drawn, count)
+        # A record that does not count may hold anything: what it holds must not reach the others.
+        neighbour, hidden = _with_row(records, place, other), is_padding | (index == place)
+        if mechanism.adjacency is Adjacency.REPLACE:
+            hidden = is_padding
+        one = released(data, index, is_padding)
+        two = released(neighbour, index, hidden)
+        distance = max(map(_distance, one, two))
+        if not distance <= worst:
+            worst = math.inf if math.isnan(distance) else distance
+            description = f"{how}; {len(set(drawn))} of {count} {what} in the batch"
+            best = (victim, other, how)
+    allowed = mechanism.adjacency.distance * mechanism.l2_clip_norm
+    return Replay(worst, allowed, description, tried)
+
+
+def _released_by_rows(
+    step: TrainStep, params: Params, rows: Batch, public: Batch | None, alpha: float, seed: int
+) -> Callable[..., list[PyTree]]:
+    """What a step releases, in units of the clipped sum."""
+    state = step.init(params, jax.random.key(seed))
+    count = len(jax.tree.leaves(rows)[0])
     takes_key = step.clipped_grad.takes_key
     keys = jax.random.split(jax.random.key(seed + 1), count) if takes_key else None
     arguments = {} if public is None else {"public": public, "alpha": alpha}
+    unit = step.mechanism.sampling.expected_batch_size / alpha
 
     @jax.jit
-    def released(data, index, is_padding):
+    def run(data, index, is_padding):
         batch = jax.tree.map(lambda leaf: leaf[index], data)
         batch_keys = None if keys is None else keys[index]
         after, _ = step(state, batch, is_padding, keys=batch_keys, **arguments)
         return after.opt_state
 
-    worst, description, best, tried = 0.0, "none", None, 0
-    while tried < num_pairs and worst < math.inf:
-        victim, other, what = _propose(rows, count, rng, best)
-        drawn = _company(mechanism, count, rng, tried)
-        place = rng.choice(drawn)
-        tried += 1
-        data = _with_row(rows, place, victim)
-        index, is_padding = _padded(drawn, count)
-        # A row that does not count may hold anything: what it holds must not reach the others.
-        neighbour, hidden = _with_row(rows, place, other), is_padding | (index == place)
-        if mechanism.adjacency is Adjacency.REPLACE:
-            hidden = is_padding
-        one = released(data, index, is_padding)
-        two = released(neighbour, index, hidden)
-        distance = _distance(one, two) * mechanism.sampling.expected_batch_size / alpha
-        if not distance <= worst:
-            worst = math.inf if math.isnan(distance) else distance
-            description = f"{what}; {len(set(drawn))} of {count} rows in the batch"
-            best = (victim, other, what)
-    allowed = mechanism.adjacency.distance * mechanism.l2_clip_norm
-    return Replay(worst, allowed, description, tried)
+    return lambda *batch: [_scaled(run(*batch), unit)]
+
+
+class _User(NamedTuple):
+    """Users as a replay changes them: all of their rows, padded, and how many are real."""
+
+    rows: PyTree
+    num_examples: Any
+
+
+def _users(clients: PrivateClients) -> _User:
+    arrays = ClientArrays(clients.arrays, clients.starts, clients.num_examples)
+    return _User(*pad_users(arrays, np.arange(len(clients)), clients.max_examples_per_user))
+
+
+def _released_by_users(
+    step: FederatedStep, params: Params, public: Batch | None, alpha: float, seed: int
+) -> Callable[..., list[PyTree]]:
+    """The sum of a round, and what the round releases of it in the same units."""
+    state = step.init(params, jax.random.key(seed))
+    round_key, public_key = jax.random.split(jax.random.key(seed + 1))
+    public_gradient = None
+    if public is not None:
+        public_gradient, _ = step.public_grad(state, public, public_key)
+    # The norm that a clipped delta has in the sum, over the norm that it has in the gradient.
+    share = 0.0 if step.adaptive_clip is None else step.adaptive_clip.budget_share
+    mechanism = step.mechanism
+    unit = math.sqrt(1 - share) * mechanism.sampling.expected_batch_size / alpha
+
+    @jax.jit
+    def run(data, index, is_padding):
+        rows, counts = jax.tree.map(lambda leaf: leaf[index], data)
+        # As in a run: a pass is as long as its largest user, which the others must not notice.
+        num_batches = jnp.max(-(-counts // step.client_batch_size))
+        total, unprivatized = step.private_sum(
+            state, rows, counts, is_padding, user_keys(round_key, index), num_batches
+        )
+        after, _ = step.finish(state, total, unprivatized, public_gradient, alpha)
+        return total, after.opt_state
+
+    def released(*batch):
+        total, gradient = run(*batch)
+        return [_numbers(total), _scaled(gradient, unit)]
+
+    return released
+
+
+def _numbers(total: ExactSum) -> PyTree:
+    """The sum of a round of users as numbers."""
+    return jax.tree.map(np.asarray, total.floats())
+
+
+def _scaled(tree: PyTree, factor: float) -> PyTree:
+    return jax.tree.map(lambda leaf: factor * np.asarray(leaf, np.float64), tree)
 
 
 def _keep_last(updates, state, params=None):
@@ -578,12 +1039,15 @@ def _with_row(rows: Batch, place: int, row: PyTree) -> Batch:
 
 
 _HOSTILE = (
-    *("nan", "one nan", "inf", "-inf", "huge", "-huge", "tiny", "zero", "duplicate", "as it is"),
+    *("nan", "one nan", "inf", "-inf", "huge", "-huge", "one large", "tiny", "zero", "duplicate"),
+    "as it is",
 )
 
 
 def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
     """A row made to break things. Integers take their extremes where floats take infinities."""
+    if isinstance(row, _User):
+        return row._replace(rows=_hostile(kind, row.rows, other.rows))
     if kind in ("duplicate", "as it is"):
         return other if kind == "duplicate" else row
 
@@ -593,8 +1057,9 @@ def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
             limits = np.finfo(leaf.dtype)
             value = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "huge": limits.max,
                      "-huge": -limits.max, "tiny": limits.tiny, "zero": 0}  # fmt: skip
-            if kind == "one nan":
-                leaf.ravel()[:1] = np.nan
+            if kind.startswith("one "):
+                # Large: finite in the row, and infinite once it is squared.
+                leaf.ravel()[:1] = np.nan if kind == "one nan" else np.sqrt(limits.max)
                 return leaf
             return np.full_like(leaf, value[kind])
         if np.issubdtype(leaf.dtype, np.integer):
@@ -610,11 +1075,16 @@ def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
 def _propose(
     rows: Batch, count: int, rng: np.random.Generator, best: Any
 ) -> tuple[PyTree, PyTree, str]:
-    """Two versions of a row and how they came about: hostile ones, or variations of the best."""
+    """Two versions of a record and how they came about: hostile ones, or variations of the best."""
 
     def pick():
         place = rng.integers(count)
-        return jax.tree.map(lambda leaf: leaf[place], rows)
+        record = jax.tree.map(lambda leaf: leaf[place], rows)
+        if isinstance(record, _User):
+            width = len(jax.tree.leaves(record.rows)[0])
+            own = rng.choice([record.num_examples, 0, 1, width], p=[0.4, 0.1, 0.1, 0.4])
+            record = record._replace(num_examples=own)
+        return record
 
     if best is None or rng.random() < 0.5:
         first, second = rng.choice(_HOSTILE, 2)

@@ -4,6 +4,7 @@ Noise off and noise halved are in test_auditing.py, where the audits that find t
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,19 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing
+from mirrordp import (
+    Mechanism,
+    PrivateData,
+    PublicData,
+    TrainStep,
+    _books,
+    auditing,
+    federated,
+    training,
+)
+from mirrordp import sampling as sampling_module
 from mirrordp.auditing import Algorithm, Attack
+from mirrordp.federated import FederatedStep
 from mirrordp.sums import ExactSum
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -131,6 +143,169 @@ def test_replay_finds_public_and_private_swapped():
     assert replay(Mechanism, Swapped, public=public, alpha=0.5).exceeded(0.5)
 
 
+def fit(params, example):
+    """A squared error: rows that are large enough overflow on the second local batch."""
+    return 0.5 * (jnp.dot(params["w"], example["x"]) + params["b"] - example["y"]) ** 2
+
+
+def users(count=12, columns=3):
+    rng = np.random.default_rng(0)
+    tables = [
+        {"x": rng.normal(size=(n, columns)).astype(np.float32), "y": np.ones(n, np.float32)}
+        for n in rng.integers(0, 7, count)
+    ]
+    return mirrordp.PrivateClients.from_users(tables, max_examples_per_user=6)
+
+
+def replay_users(step_kind=FederatedStep, columns=3, replayed=None, **options):
+    mechanism = Mechanism(
+        sampling=tools.poisson(BATCH, rows=12), l2_clip_norm=CLIP, noise_multiplier=1.0,
+        num_steps=5, unit="user",
+    )  # fmt: skip
+    federated_step = step_kind(
+        loss_fn=fit, mechanism=mechanism, optimizer=mirrordp.federated.server_sgd(1.0),
+        client_learning_rate=0.5, client_batch_size=2, **options,
+    )  # fmt: skip
+    params = {"w": jnp.full(columns, 0.1), "b": jnp.zeros([])}
+    return auditing.neighbour_replay(
+        federated_step, params, users(columns=columns), num_pairs=80, **(replayed or {})
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "replayed"),
+    [
+        ({}, {}),
+        ({"adaptive_clip": mirrordp.AdaptiveClip(budget_share=0.2)}, {}),
+        ({"local_epochs": 2}, {}),
+        ({}, {"public": {"x": tools.features(5), "y": np.zeros(5, np.float32)}, "alpha": 0.25}),
+    ],
+)
+def test_replay_accepts_federated_rounds(options, replayed):
+    found = replay_users(**options, replayed=replayed)
+    assert found.allowed == CLIP
+    assert found.largest > 0.99 * CLIP
+    assert not found.exceeded()
+    assert "users in the batch" in found.description
+
+
+def test_replay_of_users_whose_data_may_be_replaced():
+    found = auditing.neighbour_replay(
+        FederatedStep(
+            loss_fn=fit,
+            mechanism=Mechanism(
+                sampling=tools.poisson(BATCH, rows=12), l2_clip_norm=CLIP, noise_multiplier=1.0,
+                num_steps=5, unit="user", adjacency=mirrordp.Adjacency.REPLACE,
+            ),
+            optimizer=mirrordp.federated.server_sgd(1.0), client_learning_rate=0.5,
+        ),
+        {"w": jnp.full(3, 0.1), "b": jnp.zeros([])},
+        users(),
+    )  # fmt: skip
+    assert found.allowed == 2 * CLIP
+    assert found.largest > 1.5 * CLIP
+    assert not found.exceeded()
+
+
+def test_replay_finds_a_user_who_turns_the_sum_into_nan(monkeypatch):
+    """Zero times NaN is not zero."""
+    monkeypatch.setattr(federated, "scaled", lambda array, weights: weights[0] * array)
+    assert replay_users().exceeded()
+
+
+def test_replay_accepts_users_of_large_models():
+    """A maximum over many numbers may drop a NaN; so the smallest model shows nothing."""
+
+    def fit_slope(params, example):
+        return 0.5 * (jnp.dot(params, example["x"]) - example["y"]) ** 2
+
+    federated_step = FederatedStep(
+        loss_fn=fit_slope, mechanism=dataclasses.replace(step().mechanism, unit="user"),
+        optimizer=mirrordp.federated.server_sgd(1.0), client_learning_rate=0.5,
+    )  # fmt: skip
+    found = auditing.neighbour_replay(
+        federated_step, jnp.full(100_000, 0.1), users(6, 100_000), num_pairs=12
+    )
+    assert not found.exceeded(), found
+
+
+def test_replay_finds_users_who_are_not_clipped(monkeypatch):
+    def unclipped(delta, l2_clip_norm):
+        del l2_clip_norm
+        delta = jax.tree.map(jnp.nan_to_num, delta)
+        return federated.ClippedDelta(delta, jnp.ones([]), jnp.ones([], bool))
+
+    monkeypatch.setattr(federated, "clip_delta", unclipped)
+    assert replay_users().exceeded(0.5)
+
+
+class CountsRows(FederatedStep):
+    """A user counts as often as it has rows, as the mean over rows would have it."""
+
+    def private_sum(self, state, examples, num_examples, is_padding, keys, num_batches=None):
+        width = jax.tree.leaves(examples)[0].shape[1]
+        times = jnp.repeat(jnp.arange(width), len(is_padding))
+        examples, counts, hidden, keys = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf] * width), (examples, num_examples, is_padding, keys)
+        )
+        hidden = hidden | (counts <= times)
+        return super().private_sum(state, examples, counts, hidden, keys, num_batches)
+
+
+def test_replay_finds_users_who_count_by_their_rows():
+    assert replay_users(CountsRows).largest == pytest.approx(6 * CLIP, rel=1e-3)
+
+
+class CentresDeltas(FederatedStep):
+    """What each user sends is taken relative to the mean of all."""
+
+    def local_updates(self, *args, **options):
+        deltas, losses = super().local_updates(*args, **options)
+        finite = jax.tree.map(lambda leaf: jnp.nan_to_num(leaf, posinf=0, neginf=0), deltas)
+        return jax.tree.map(lambda leaf: leaf - leaf.mean(axis=0), finite), losses
+
+
+def test_replay_finds_users_who_are_coupled():
+    assert replay_users(CentresDeltas).exceeded(0.5)
+
+
+class CountsBesidesTheBudget(FederatedStep):
+    """The count of the adaptive clip comes on top of a delta of the full norm."""
+
+    @property
+    def _budget(self):
+        return CLIP, super()._budget[1]
+
+
+def test_replay_finds_a_count_that_is_not_part_of_the_norm():
+    adaptive = mirrordp.AdaptiveClip(budget_share=0.2)
+    found = replay_users(CountsBesidesTheBudget, adaptive_clip=adaptive)
+    assert found.largest == pytest.approx(1.2**0.5 * CLIP, rel=1e-3)
+
+
+class LongestUser(FederatedStep):
+    """Every user makes as many local batches as the longest one of its pass."""
+
+    def local_updates(self, loss_fn, state, examples, num_examples, keys, num_batches=None):
+        longest = jnp.full_like(num_examples, jnp.max(num_examples))
+        return super().local_updates(loss_fn, state, examples, longest, keys, num_batches)
+
+
+def test_replay_finds_users_who_notice_the_length_of_others():
+    assert replay_users(LongestUser).exceeded(0.5)
+
+
+def test_replay_wants_users_for_a_federated_step():
+    with pytest.raises(TypeError, match="rows must be PrivateClients"):
+        auditing.neighbour_replay(
+            FederatedStep(
+                loss_fn=fit, mechanism=dataclasses.replace(step().mechanism, unit="user"),
+                optimizer=optax.sgd(1.0), client_learning_rate=0.5,
+            ),
+            {"w": jnp.zeros(3), "b": jnp.zeros([])}, ROWS,
+        )  # fmt: skip
+
+
 def test_types_refuse_public_and_private_swapped():
     with pytest.raises(TypeError, match="PrivateData"):
         mirrordp.train(
@@ -198,6 +373,94 @@ class ShuffledEpochs(mirrordp.PoissonSampling):
             order = order[size:]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawsMore(mirrordp.PoissonSampling):
+    """With a probability a fifth above the stated one."""
+
+    def batches(self, num_examples, num_steps, rng):
+        honest = mirrordp.PoissonSampling(
+            sampling_prob=1.2 * self.sampling_prob, expected_batch_size=self.expected_batch_size
+        )
+        return honest.batches(num_examples, num_steps, rng)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBatch(mirrordp.PoissonSampling):
+    """The first draw again and again."""
+
+    def batches(self, num_examples, num_steps, rng):
+        draw = next(iter(super().batches(num_examples, num_steps, rng)))
+        return (draw for _ in range(num_steps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepeatsOne(mirrordp.PoissonSampling):
+    """One draw of the run comes back later."""
+
+    def batches(self, num_examples, num_steps, rng):
+        draws = list(super().batches(num_examples, num_steps, rng))
+        return iter([*draws[:-1], draws[num_steps // 3]])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstRowAlways(mirrordp.PoissonSampling):
+    def batches(self, num_examples, num_steps, rng):
+        return (np.union1d(draw, [0]) for draw in super().batches(num_examples, num_steps, rng))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InPairs(mirrordp.PoissonSampling):
+    """Records 2k and 2k + 1 share a coin."""
+
+    def batches(self, num_examples, num_steps, rng):
+        half = super().batches(num_examples // 2, num_steps, rng)
+        return (np.concatenate([2 * draw, 2 * draw + 1]) for draw in half)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedSize(mirrordp.PoissonSampling):
+    def batches(self, num_examples, num_steps, rng):
+        size = round(self.expected_batch_size)
+        return (rng.permutation(num_examples)[:size] for _ in range(num_steps))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (DrawsMore, "of all steps instead of 0.25"),
+        (ShuffledEpochs, "records differ in how often they joined by too much or too little"),
+        (OneBatch, "records of a step joined the next one with frequency 1 instead of 0.25"),
+        (RepeatsOne, "steps 66 and 199 have"),
+        (FirstRowAlways, "record 0 joined 200 of 200 steps"),
+        (InPairs, "participations in common"),
+        (FixedSize, "batches differ in size by too much or too little"),
+        (DrawsTwice, "a record counted more than once in a step"),
+    ],
+)
+def test_sampling_attack_finds_batches_that_are_not_poisson(kind, problem):
+    """From what is released, not from what the sampler says."""
+    sampling = kind(sampling_prob=0.25, expected_batch_size=30.0, num_examples=120)
+    (found,) = auditing.audit(
+        tools.mechanism(sampling=sampling), algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.SAMPLING], seed=1,
+    )  # fmt: skip
+    assert found.refuted
+    assert any(problem in text for text in found.problems), found.problems
+
+
+def test_sampling_attack_finds_rows_that_are_left_out_of_a_large_batch(monkeypatch):
+    """The end of a draw above the capacity, which takes passes of its own, is dropped."""
+    monkeypatch.setattr(
+        training, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1]
+    )
+    sampling = tools.poisson(30, rows=120, capacity=32)
+    (found,) = auditing.audit(
+        tools.mechanism(sampling=sampling), algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.SAMPLING], seed=1,
+    )  # fmt: skip
+    assert found.refuted
+
+
 def test_sampler_statistics_find_sampling_that_is_not_poisson():
     for kind, expected in ((mirrordp.PoissonSampling, True), (ShuffledEpochs, False)):
         sampling = kind(sampling_prob=0.1, expected_batch_size=20.0, num_examples=200)
@@ -208,12 +471,16 @@ def test_sampler_statistics_find_sampling_that_is_not_poisson():
         assert PoissonStatistics(table, 0.1).all() is expected
 
 
-def test_an_audit_does_not_see_sampling_that_is_not_poisson():
-    """Not a wish: a reminder that an audit which finds nothing has proved nothing."""
+def test_attacks_on_the_whole_do_not_see_sampling_that_is_not_poisson():
+    """Not a wish: a reminder that an attack which finds nothing has proved nothing."""
     mechanism = tools.mechanism(
         sampling=ShuffledEpochs(sampling_prob=0.25, expected_batch_size=15.0, num_examples=60)
     )
-    (found,) = auditing.audit(
-        mechanism, algorithms=[Algorithm.DP_SGD], attacks=[Attack.ONE_RUN], seed=1
+    found = auditing.audit(
+        mechanism,
+        algorithms=[Algorithm.DP_SGD],
+        attacks=[Attack.ONE_RUN, Attack.PAIRED, Attack.GAUSSIAN, Attack.NOISE],
+        num_runs=50,
+        seed=1,
     )
-    assert not found.refuted
+    assert not any(result.refuted for result in found)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import textwrap
 from typing import Any
 
 from mirrordp.cli._common import (
@@ -44,7 +45,7 @@ def add_audit_command(commands: Any) -> None:
         )
     algorithms, attacks = (
         ("dp-sgd", "pda-dpmd", "exact-pda-dpmd", "federated-pda-dpmd"),
-        ("one-run", "paired", "gaussian"),
+        ("one-run", "paired", "gaussian", "noise", "sampling"),
     )
     for name, choices in (("--algorithm", algorithms), ("--attack", attacks)):
         audit.add_argument(
@@ -60,6 +61,8 @@ def add_audit_command(commands: Any) -> None:
 
 def _downwards(bound: float) -> str:
     """Three decimals, rounded down: no more than was proved."""
+    if not bound < 1e6:
+        return "infinite" if math.isinf(bound) else f"{bound:.0e}"
     return f"{math.floor(1000 * bound) / 1000:.3f}"
 
 
@@ -79,8 +82,13 @@ def _audit(arguments: argparse.Namespace) -> int:
         )
     if (arguments.algorithm, arguments.attack) == ("federated-pda-dpmd", "paired"):
         raise UsageError(
-            "expected --attack one-run or gaussian for the federated algorithm, got paired; choose "
-            "one of them."
+            "expected --attack one-run, gaussian, noise or sampling for the federated algorithm, "
+            "got paired; choose one of them."
+        )
+    if arguments.attack == "sampling" and arguments.sampling_prob == 1:
+        raise UsageError(
+            "expected --sampling-prob below 1 for --attack sampling, got 1; nothing is drawn where "
+            "every record joins every step."
         )
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(
@@ -113,26 +121,92 @@ def _audit(arguments: argparse.Namespace) -> int:
                 "reported": result.reported,
                 "lower_bound": result.lower_bound,
                 "refuted": result.refuted,
+                "problems": list(result.problems),
+                "notices": dict(result.notices),
             }
             for result in found
         ]
-        shared = {"delta": arguments.delta, "confidence": arguments.confidence}
+        shared = {
+            "delta": arguments.delta,
+            "confidence": arguments.confidence,
+            "power": auditing.POWER,
+        }
         print(json.dumps({"refuted": refuted, **shared, "audits": rows}))
         return int(refuted)
-    print(f"{'algorithm':<20}{'attack':<10}{'of':<9}{'reported':>9}{'at least':>10}")
+    print(
+        f"{'algorithm':<20}{'attack':<10}{'of':<9}{'stated':>8}{'at least':>10}  would have noticed"
+    )
     for result in found:
         print(
             f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
-            f"{upwards(result.reported):>9}{_downwards(result.lower_bound):>10}"
-            + ("  REFUTED" if result.refuted else "")
+            f"{upwards(result.reported):>8}{_downwards(result.lower_bound):>10}  "
+            + ("REFUTED" if result.refuted else _noticed(result.notices))
         )
-    print(
-        f"All {len(found)} lower bounds hold together with confidence {arguments.confidence:g} "
-        f"(delta {arguments.delta:g})."
-    )
+        for problem in result.problems:
+            print(f"{'':<20}{problem}")
+    print()
+    for text in _explanations(found, arguments, auditing):
+        print(textwrap.fill(text, 100))
     print(
         "A claim was refuted: do not release models trained with this installation."
         if refuted
         else "No claim was refuted, which does not prove that they are true; see docs/auditing.md."
     )
     return int(refuted)
+
+
+# How a deviation is printed in the table and in a sentence; to which side its size is rounded, and
+# which of two sizes is the weaker power.
+_DEVIATIONS = {
+    "noise": ("noise x {}", "noise below {} of what is stated", math.floor, min),
+    "clip": ("clip norm x {}", "a clip norm above {} of what is stated", math.ceil, max),
+    "q": ("q x {}", "a sampling probability above {} of what is stated", math.ceil, max),
+    "correlation": ("correlation {}", "two steps with noise correlated above {}", math.ceil, max),
+}
+
+
+def _size(name: str, size: float) -> str:
+    return f"{_DEVIATIONS[name][2](100 * size) / 100:.2f}"
+
+
+def _noticed(notices: Any) -> str:
+    parts = [_DEVIATIONS[name][0].format(_size(name, size)) for name, size in notices.items()]
+    return ", ".join(parts) or "nothing: too few trials"
+
+
+def _explanations(found: Any, arguments: argparse.Namespace, auditing: Any) -> list[str]:
+    """What the numbers mean, as far as they occur."""
+    attacks = {result.attack.value for result in found}
+    together = (
+        "The lower bound holds"
+        if len(found) == 1
+        else f"All {len(found)} lower bounds hold together"
+    )
+    of_epsilon = f"; epsilon is at delta {arguments.delta:g}"
+    texts = [
+        "A claim is refuted where what an attack proves (at least) is above what is stated, or a "
+        f"problem is listed below it. {together} with confidence {arguments.confidence:g}"
+        + (f"{of_epsilon}." if attacks & {"one-run", "paired"} else ".")
+    ]
+    noticed = []
+    for name, (_, sentence, _, weaker) in _DEVIATIONS.items():
+        # The best attack on each algorithm, and the algorithm for which that is weakest.
+        best: dict[Any, float] = {}
+        for result in found:
+            if name in result.notices:
+                sizes = [result.notices[name], best.get(result.algorithm, result.notices[name])]
+                best[result.algorithm] = min(sizes) if weaker is max else max(sizes)
+        if len(best) == len({result.algorithm for result in found}):
+            noticed.append(sentence.format(_size(name, weaker(best.values()))))
+    if noticed:
+        texts.append(
+            f"With probability {auditing.POWER:.0%} or more this audit would have noticed, in any "
+            f"algorithm above: {'; '.join(noticed)}. It may have missed less."
+        )
+    if "gaussian" in attacks:
+        texts.append(
+            f"The Gaussian attack runs at a noise multiplier of its own, {auditing.AUDIT_NOISE:g}, "
+            "where it sees most. What it says of the stated one rests on noise that is "
+            "proportional to it, which the noise attack measures."
+        )
+    return texts
