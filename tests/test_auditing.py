@@ -69,9 +69,11 @@ class NoiseReused(Mechanism):
 
     def privatizer(self, key):
         right = super().privatizer(key)
-        return optax.GradientTransformation(
-            right.init, lambda updates, state, params=None: (right.update(updates, state)[0], state)
-        )
+
+        def update(updates, state, params=None, *, weight=None):
+            return right.update(updates, state, weight=weight)[0], state
+
+        return optax.GradientTransformationExtraArgs(right.init, update)
 
 
 class NoiseNotProportional(Mechanism):

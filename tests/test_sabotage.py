@@ -4,7 +4,6 @@ Noise off and noise halved are in test_auditing.py, where the audits that find t
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
