@@ -13,7 +13,15 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, _books, auditing
+from mirrordp import (
+    Mechanism,
+    PrivateData,
+    PublicData,
+    TrainStep,
+    _books,
+    _isolation,
+    auditing,
+)
 from mirrordp.auditing import Algorithm, Attack
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -104,11 +112,30 @@ def _(axis_size, in_batched, x):
     return x - x.mean(axis=0, keepdims=True), True
 
 
-def test_replay_finds_a_loss_that_sees_other_examples():
-    def coupled(params, example):
-        return jnp.sum(params * jax.lax.stop_gradient(centred(example)))
+def coupled(params, example):
+    return jnp.sum(params * jax.lax.stop_gradient(centred(example)))
 
-    broken = dataclasses.replace(step(), loss_fn=coupled)
+
+def shared_bits(params, example):
+    """Mapped over, keys of this kind draw the bits of all examples from one example's key."""
+    own = jax.lax.bitcast_convert_type(jnp.tile(example[:2], 2), jnp.uint32)
+    key = jax.random.wrap_key_data(own, impl="rbg")
+    return jnp.sum(params * jax.random.normal(key, params.shape))
+
+
+def test_a_loss_that_sees_other_examples_is_refused():
+    """Two ways that get round `vmap`; see test_isolation.py for all."""
+    for loss in (coupled, shared_bits):
+        broken = dataclasses.replace(step(), loss_fn=loss)
+        with pytest.raises(ValueError, match="must compute each record by itself"):
+            auditing.neighbour_replay(broken, jnp.zeros(3), ROWS, num_pairs=60)
+
+
+@pytest.mark.parametrize("loss", [coupled, shared_bits])
+def test_replay_finds_a_loss_that_sees_other_examples(loss, monkeypatch):
+    """As it would be, if the traced program were not looked at."""
+    monkeypatch.setattr(_isolation, "check", lambda name, program: None)
+    broken = dataclasses.replace(step(), loss_fn=loss)
     found = auditing.neighbour_replay(broken, jnp.zeros(3), ROWS, num_pairs=60)
     assert found.exceeded(0.5)
 

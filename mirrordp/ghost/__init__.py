@@ -74,6 +74,7 @@ def clipped_grad(
                 "the loss function takes a random key, so the clipped gradient needs keys=, "
                 "one per example. Pass jax.random.split(key, batch_size)."
             )
+        clipping.check_isolated(loss_fn, params, trainable, batch, keys)
         at_a_time = min(is_padding.shape[0], microbatch_size or is_padding.shape[0])
         try:
             split = _Split.of(keyed_loss, params, (batch, keys), trainable)
