@@ -161,13 +161,13 @@ def _findings(program: core.ClosedJaxpr) -> Iterator[tuple[str, tuple[str, str]]
                 yield operation, _ATTENTION
         elif operation not in KEEP_APART:
             yield operation, _UNKNOWN
-        elif any(map(_shares_bits, (*eqn.invars, *eqn.outvars))):
+        elif operation.startswith("random_") and _shares_bits(eqn):
             yield operation, _SHARED_BITS
     for effect in program.effects:
         if type(effect).__name__ not in ("DebugEffect", "OrderedDebugEffect"):
             yield str(effect), _OUTSIDE
 
 
-def _shares_bits(atom: Any) -> bool:
-    kind = str(getattr(atom.aval, "dtype", ""))
-    return kind.startswith("key<") and kind not in _KEYS
+def _shares_bits(eqn: Any) -> bool:
+    kinds = {str(getattr(atom.aval, "dtype", "")) for atom in (*eqn.invars, *eqn.outvars)}
+    return any(kind.startswith("key<") for kind in kinds - _KEYS)

@@ -262,7 +262,7 @@ def in_backward(function):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-@pytest.mark.parametrize("place", [lambda call: call, jax.jit, in_scan, in_cond, in_backward])
+@pytest.mark.parametrize("place", [lambda call: call, jax.jit, in_scan, in_backward])
 def test_callbacks_are_refused(name, place):
     call = place(CALLBACKS[name])
     is_backward = place is in_backward

@@ -21,6 +21,7 @@ from mirrordp import (
     _books,
     _isolation,
     auditing,
+    training,
 )
 from mirrordp.auditing import Algorithm, Attack
 from tests import tools
@@ -207,6 +208,42 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
+
+
+def resumed_with(folder, first, second) -> np.ndarray:
+    """Two releases of step 1: of a run with one backward rule, and of its replay with another."""
+
+    def run(factor, resume):
+        flipped = jax.custom_vjp(lambda theta: theta)
+        flipped.defvjp(lambda theta: (theta, None), lambda _, g: (factor * g,))
+        return mirrordp.train(
+            lambda theta, row: tools.squared_distance(flipped(theta), row),
+            jnp.zeros(60),
+            PrivateData(tools.features(columns=60)),
+            mechanism=tools.mechanism(),
+            optimizer=tools.recorder(12),
+            seed=5,
+            steps_per_call=1,
+            checkpoint=mirrordp.Checkpoint(folder, every=5, resume=resume),
+        )
+
+    released = []
+    for factor, resume in ((first, False), (second, True)):
+        steps = run(factor, resume)
+        state, _ = next(steps)
+        released.append(8.0 * np.asarray(state.opt_state[1][0]))
+        steps.close()
+    return np.stack(released)
+
+
+def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
+    np.testing.assert_array_equal(*resumed_with(tmp_path / "honest", 1.0, 1.0))
+    with pytest.raises(mirrordp.checkpoint.CheckpointError, match="differs in: loss_fn"):
+        resumed_with(tmp_path / "refused", 1.0, -1.0)
+    # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
+    monkeypatch.setattr(training, "described_loss", lambda *_: "")
+    released = resumed_with(tmp_path / "broken", 1.0, -1.0)
+    assert auditing.repeated_noise(released, tools.mechanism().noise_stddev) == [(0, 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
