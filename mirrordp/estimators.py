@@ -529,6 +529,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             tuning=f"nothing to charge: settings not given follow from {source} and the budget",
             shown_without_protection=shown,
             seed=seed,
+            seeded=seed is not None,
             results={
                 "method": method,
                 "num_public": num_public,

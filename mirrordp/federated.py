@@ -292,6 +292,7 @@ class FederatedInfo:
         clip_norm: C_t.
         unprivatized: quantities without noise, if the caller asked for them, else None; its
             `batch_size` counts users.
+        seeded: whether the run was given a seed, and is therefore not for release.
     """
 
     round: int
@@ -301,6 +302,7 @@ class FederatedInfo:
     public_loss: np.ndarray
     clip_norm: np.ndarray
     unprivatized: Unprivatized | None
+    seeded: bool
 
 
 class ClientArrays(NamedTuple):
@@ -957,7 +959,8 @@ def _generate(
             state, kept = books.begin(run.step.init(run.params, keys.noise), batches)
             first = 0 if kept is None else kept.step
             if kept is not None:
-                yield state, FederatedInfo(first, kept.charged_steps, **info_fields(kept.shown))
+                shown, seeded = info_fields(kept.shown), books.seed is not None
+                yield state, FederatedInfo(first, kept.charged_steps, **shown, seeded=seeded)
         yield from _rounds(run, state, first, batches, keys, books)
         books.finish()
 
@@ -1020,6 +1023,7 @@ def _rounds(
             public_loss=info.public_loss,
             clip_norm=info.clip_norm,
             unprivatized=info.unprivatized if step.show_unprivatized else None,
+            seeded=books.seed is not None,
         )
         kept = Kept(found.round, charged, shown_arrays(found))
         books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))

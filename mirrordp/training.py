@@ -130,6 +130,7 @@ class TrainInfo:
         noisy_grad_norm: norm of the released gradient (zero where α_t = 0).
         public_loss: Ψ(θ_t) on the public batch; NaN where no public gradient was computed.
         unprivatized: quantities without noise, if the caller asked for them, else None.
+        seeded: whether the run was given a seed, and is therefore not for release.
     """
 
     step: int
@@ -138,6 +139,7 @@ class TrainInfo:
     noisy_grad_norm: np.ndarray
     public_loss: np.ndarray
     unprivatized: Unprivatized | None
+    seeded: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -710,7 +712,8 @@ def _generate(
         begin, charged = 0, 0
         if kept is not None:
             begin, charged = kept.step, kept.charged_steps
-            yield state, TrainInfo(begin, charged, **info_fields(kept.shown))
+            shown = info_fields(kept.shown)
+            yield state, TrainInfo(begin, charged, **shown, seeded=books.seed is not None)
         arrays = plan.on_device()
         for start, calls in prepared_blocks(plan, [batches], begin):
             block = plan.block(start)[0]
@@ -733,6 +736,7 @@ def _generate(
                 noisy_grad_norm=info.noisy_grad_norm,
                 public_loss=info.public_loss,
                 unprivatized=info.unprivatized if train_step.show_unprivatized else None,
+                seeded=books.seed is not None,
             )
             books.keep(
                 state,

@@ -91,6 +91,7 @@ class TestResume:
         # The state of the checkpoint comes once more: its receiver may not have survived it.
         assert [found.step for _, found in resumed] == [3, 6, 9, 12][max(0, yields - 1) :]
         assert bits(resumed[-1][0]) == bits(state)
+        assert all(found.seeded for _, found in resumed)
         np.testing.assert_array_equal(resumed[-1][1].noisy_grad_norm, info.noisy_grad_norm)
         assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
 
@@ -149,8 +150,10 @@ class TestResume:
         interrupted(tmp_path / "run", 2, seed=None)
         # Fresh randomness now would be another run.
         monkeypatch.setattr("secrets.randbits", lambda _: 456)
-        resumed, _ = last(run(tmp_path / "run", resume=True, seed=None))
-        assert bits(resumed) == bits(whole)
+        resumed = list(run(tmp_path / "run", resume=True, seed=None))
+        assert bits(resumed[-1][0]) == bits(whole)
+        # What the run folder keeps is no seed of the caller's.
+        assert [info.seeded for _, info in resumed] == [False] * 3
 
     def test_a_step_that_was_charged_and_not_kept_is_charged_once(self, tmp_path, monkeypatch):
         steps = run(tmp_path / "run")

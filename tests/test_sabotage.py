@@ -24,6 +24,7 @@ from mirrordp import (
     training,
 )
 from mirrordp.auditing import Algorithm, Attack
+from mirrordp.report import NOT_FOR_RELEASE
 from tests import tools
 from tests.test_sampling import PoissonStatistics
 
@@ -208,6 +209,26 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
+
+
+def test_a_seeded_run_cannot_be_reported_as_unseeded():
+    def report(seed, **options):
+        made = tools.mechanism()
+        _, info = tools.last(
+            mirrordp.train(
+                tools.squared_distance, jnp.zeros(3), PrivateData(ROWS),
+                mechanism=dataclasses.replace(made, sampling=tools.poisson(BATCH, rows=16)),
+                optimizer=tools.sgd(0.1), seed=seed,
+            )
+        )  # fmt: skip
+        return mirrordp.RunReport.of(made, 1e-5, info=info, **options)
+
+    assert report(7).seeded is True
+    assert NOT_FOR_RELEASE in report(7).privacy_card()
+    with pytest.raises(ValueError, match="says that it was given a seed"):
+        report(7, seeded=False)
+    assert report(None).seeded is False
+    assert NOT_FOR_RELEASE not in report(None).privacy_card()
 
 
 def resumed_with(folder, first, second) -> np.ndarray:
