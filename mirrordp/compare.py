@@ -177,12 +177,10 @@ class Comparison:
             return ["Runs of one seed may share their noise: together they promise nothing."]
         trials = any(len(curve.values) > 1 for row in self.rows for curve in row.report.curves)
         notes = []
-        may_share = {
-            row.run: row.report.seed for row in self.rows if row.report.seeded is not False
-        }
-        if len(may_share) > 1 and None in may_share.values():
+        unsure = {row.run: row.report.seed for row in self.rows if row.report.seeded is not False}
+        if len(unsure) > 1 and None in unsure.values():
             notes.append(
-                "Not every report states the seed: if runs share one, they promise nothing together."
+                "Not every report states the seed: runs that share one promise nothing together."
             )
         return [
             *notes,

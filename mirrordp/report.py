@@ -832,10 +832,8 @@ def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str
             continue
         value = _plain(content[name], name)
         kinds, convert = checks.get(name, ((dict, type(None)), lambda x: x))
-        if not isinstance(value, kinds) or (
-            isinstance(value, bool)
-            and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
-        ):
+        is_stray = isinstance(value, bool) and name not in ("num_examples_is_public", "seeded")
+        if not isinstance(value, kinds) or is_stray:
             raise TypeError(f"{name} is of the wrong type")
         found[name] = convert(value)
     negative = [k for k, v in found.items() if isinstance(v, int | float) and v < 0]

@@ -119,7 +119,7 @@ def test_a_run_says_whether_it_had_a_seed(seeded):
     ],
 )
 def test_contradictions_about_the_seed_are_refused(options):
-    with pytest.raises(ValueError, match="seeded=.*(Leave both out|State what)"):
+    with pytest.raises(ValueError, match=r"seeded=.*(Leave both out|State what)"):
         RunReport.of(make_mechanism(), DELTA, **options)
 
 
