@@ -40,8 +40,8 @@ _LINEAR_ALGEBRA = """
 # They compute what the jaxprs in them say, which are looked at as well.
 _CALLS = """
     call checkpoint closed_call composite cond core_call custom_jvp_call custom_jvp_call_jaxpr
-    custom_lin custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jit linear_call
-    pjit remat remat2 remat_opt scan shard_map while xla_metadata_call
+    custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jit linear_call pjit remat
+    remat2 remat_opt scan shard_map while xla_metadata_call
 """
 # Names, places and layouts; they compute nothing.
 _PLACES = """
