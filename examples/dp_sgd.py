@@ -48,7 +48,7 @@ for state, info in mirrordp.train(  # noqa: B007
     print(f"step {info.step:3d}  epsilon {epsilon:.3f}  |g| {info.noisy_grad_norm[-1]:.3f}")
 
 accuracy = float(jnp.mean((test["x"] @ state.params["w"] + state.params["b"] > 0) == test["y"]))
-report = RunReport.of(mechanism, 1e-5, charged_steps=info.charged_steps, seed=0)
+report = RunReport.of(mechanism, 1e-5, info=info, charged_steps=info.charged_steps)
 with tempfile.TemporaryDirectory() as folder:
     report_path, card_path = report.write(folder)
     assert "not for release" in card_path.read_text()

@@ -1,6 +1,6 @@
-"""Evaluating jaxprs, equation by equation."""
+"""Reading and evaluating jaxprs, equation by equation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -22,3 +22,32 @@ def called(eqn) -> tuple[Any, list[Any]]:
     if isinstance(inner, core.ClosedJaxpr):
         return inner.jaxpr, inner.consts
     return inner, []
+
+
+def equations(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[Any]:
+    """The equations of a program and of all jaxprs in it: bodies of loops, branches, calls."""
+    for eqn in program.eqns:
+        yield eqn
+        for inner in _jaxprs_in(eqn.params):
+            yield from equations(inner)
+
+
+def constants(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
+    """The arrays that a program holds, those of all jaxprs in it too, in order."""
+    held = list(program.consts) if isinstance(program, core.ClosedJaxpr) else []
+    for eqn in program.eqns:
+        held += [atom.val for atom in eqn.invars if isinstance(atom, core.Literal)]
+        for inner in _jaxprs_in(eqn.params):
+            held += constants(inner)
+    return held
+
+
+def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _jaxprs_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs_in(item)

@@ -13,7 +13,8 @@ reading one runs no code. Whoever holds it can subtract the noise, so it must no
 that is released, and it is removed at the end.
 
 Resuming replays: the seed fixes batches and noise, and the configuration (mechanism, programs of
-loss and optimiser, data, versions, device) is compared before anything runs. A step that ran before
+the losses with their gradients and of the optimiser, data, versions, device) is compared before
+anything runs. A step that ran before
 the crash and runs again therefore has the same data, parameters, batch and noise, and is charged
 once.
 """
@@ -34,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirrordp import _files, _fingerprint, _validate
+from mirrordp import _files, _fingerprint, _isolation, _jaxprs, _validate
 from mirrordp._files import StorageError
 from mirrordp._versions import library_versions
 from mirrordp._warn import warn
@@ -413,7 +414,7 @@ def _num_processors() -> int:
 def _noise_program() -> str:
     privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
     sums = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(4)}
-    return program(privatizer.update, sums, privatizer.init(sums))
+    return program("the noise", privatizer.update, sums, privatizer.init(sums))
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
@@ -469,21 +470,54 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def program(function: Any, *like: Any) -> str:
+def program(name: str, function: Any, *like: Any) -> str:
     """A hash of what a function computes: its compiled-to-be program and the arrays it holds.
 
+    Equal in every process for equal programs, whatever their functions are called. A gradient is
+    hashed with the custom rules that it was traced with: pass `jax.value_and_grad(...)`. What is
+    printed by `jax.debug.print` is not part of it; that something is printed is, since the compiler
+    may then round otherwise.
+
     Args:
+        name: what the function is, for messages.
         function: any JAX function.
         *like: arguments, or their shapes and types.
+
+    Raises:
+        CheckpointError: if it calls something that is no part of the program, such as a host
+            callback: nobody could tell whether that is still the same.
     """
     traced = jax.jit(function).trace(*like)
-    constants = [np.asarray(leaf) for leaf in jax.make_jaxpr(function)(*like).consts]
-    held = _fingerprint.of_arrays(b"no secret", constants)
-    return _fingerprint.of_text({"program": traced.lower().as_text(), "constants": held})
+    for equation in _jaxprs.equations(traced.jaxpr):
+        operation = equation.primitive.name
+        if _isolation.is_opaque(operation):
+            raise CheckpointError(
+                f"expected {name} to be a program that can be compared when the run is resumed, "
+                f"got one with the operation {operation!r}, whose code is not part of it. Compute "
+                "it with JAX (jax.debug.print is allowed), or train without a checkpoint."
+            )
+    held = _fingerprint.of_arrays(b"no secret", _jaxprs.constants(traced.jaxpr))
+    text = _without_names(traced.lower().as_text())
+    return _fingerprint.of_text({"program": text, "constants": held})
+
+
+_SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
+_DEFINED = re.compile(rf"(?:^module|\bfunc\.func(?: \w+)?) ({_SYMBOL.pattern})", re.MULTILINE)
+
+
+def _without_names(text: str) -> str:
+    """The text of a module with its functions numbered; names of operations stay."""
+    numbers: dict[str, str] = {}
+    for symbol in _DEFINED.findall(text):
+        numbers.setdefault(symbol, f"@{len(numbers)}")
+    return _SYMBOL.sub(lambda match: numbers.get(match[0], match[0]), text)
 
 
 def fields(name: str, value: Any) -> dict[str, str]:
     """A dataclass as one entry per field, so that a message can say which of them differs."""
+    if isinstance(value, np.ndarray | jax.Array):
+        # Its repr leaves out the middle.
+        return {name: _fingerprint.of_arrays(b"no secret", value)}
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
     found = {name: type(value).__name__}

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
-from mirrordp import _validate, sums
+from mirrordp import _isolation, _validate, sums
 from mirrordp._float64 import float64_call, wide_dtype
 from mirrordp.accounting import Adjacency
 from mirrordp.sums import ExactSum, float32_or_wider
@@ -45,7 +46,8 @@ class ClippedGrad:
     Formal guarantees, for every value of the arguments:
 
     - Each example adds a tree of norm at most `l2_clip_norm`, which depends on this example, its
-      key and its place in the batch only.
+      key and its place in the batch only. A loss with an operation that could see other examples,
+      such as a host callback, is refused with a ValueError when it is traced.
     - Exact sums of two batches that differ in one row (one of them may have padding there) differ
       by at most `l2_clip_norm`, or by twice as much where both rows are real, whatever the other
       rows are and however many. Passes, microbatches and runs add up without rounding.
@@ -109,6 +111,61 @@ def with_key(loss_fn: LossFn) -> LossFn:
     if takes_key(loss_fn):
         return loss_fn
     return lambda params, example, key: loss_fn(params, example)
+
+
+def example_of(arrays: Batch) -> PyTree:
+    """Shapes and types of one example."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        ),
+        arrays,
+    )
+
+
+def example_key() -> jax.Array:
+    """A key of the kind that a run hands to its loss, for tracing."""
+    return jax.random.key(0, impl="threefry2x32")
+
+
+def value_and_grad_program(
+    loss_fn: LossFn, params: Params, trainable: PyTree | None, example: PyTree, key: Any
+) -> core.ClosedJaxpr:
+    """The loss of one example and its gradient as JAX traces them, custom rules applied.
+
+    Args:
+        loss_fn: a loss function, of two arguments or three.
+        params: the parameters, or their shapes.
+        trainable: as in `clipped_grad`.
+        example: shapes and types of one example.
+        key: a key, or its shape.
+
+    Returns:
+        A program whose outputs are the loss, then one gradient for each trainable leaf.
+    """
+
+    def loss_of_part(part: PyTree, rest: Params, example: PyTree, key: Any) -> jax.Array:
+        return with_key(loss_fn)(merge(part, rest), example, key)
+
+    part = trainable_part(params, trainable)
+    return jax.make_jaxpr(jax.value_and_grad(loss_of_part))(part, params, example, key)
+
+
+def check_isolated(
+    loss_fn: LossFn, params: Params, trainable: PyTree | None, batch: Batch, keys: Any
+) -> None:
+    """Raises if the loss or its gradient, mapped over a batch, could see other examples.
+
+    Args:
+        loss_fn: a loss function, of two arguments or three.
+        params: the parameters.
+        trainable: as in `clipped_grad`.
+        batch: arrays with an axis of examples first; only shapes and types matter.
+        keys: one for each example, or None.
+    """
+    key = example_key() if keys is None else example_of(keys)
+    program = value_and_grad_program(loss_fn, params, trainable, example_of(batch), key)
+    _isolation.check("the loss function", program)
 
 
 def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
@@ -219,6 +276,7 @@ def clipped_grad(
         params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
     ) -> Summed:
         keys = checked_keys(loss_fn, keys, is_padding.shape[0])
+        check_isolated(loss_fn, params, trainable, batch, keys)
         run = functools.partial(with_padding, params)
         return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
 

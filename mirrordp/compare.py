@@ -215,12 +215,19 @@ class Comparison:
         if len(set(seeds.values())) < len(seeds):
             return ["Runs of one seed may share their noise: together they promise nothing."]
         trials = any(len(curve.values) > 1 for row in self.rows for curve in row.report.curves)
+        notes = []
+        unsure = {row.run: row.report.seed for row in self.rows if row.report.seeded is not False}
+        if len(unsure) > 1 and None in unsure.values():
+            notes.append(
+                "Not every report states the seed: runs that share one promise nothing together."
+            )
         return [
+            *notes,
             f"If all {len(self.rows)} models{', one trial of each row,' * trials} come from the "
             "same private records, publishing all of them, or one that was chosen by its results "
             f"on public rows, costs at most epsilon {upwards(epsilon)}, delta {upwards(delta)} (by "
             "addition; a ledger or budget that they share states less). A choice that looks at "
-            "private records is not covered."
+            "private records is not covered.",
         ]
 
     def text(self) -> str:

@@ -585,6 +585,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             tuning=tuning,
             shown_without_protection=shown,
             seed=seed,
+            seeded=seed is not None,
             results={
                 "method": method,
                 "num_public": num_public,

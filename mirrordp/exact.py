@@ -43,7 +43,7 @@ from mirrordp.updates import (
 class Algorithm1Result(NamedTuple):
     """What Algorithm 1 returns, and what a report needs.
 
-    `RunReport.of(result.mechanism, delta, charged_steps=result.charged_steps, seed=...)` is the
+    `RunReport.of(result.mechanism, delta, info=result, charged_steps=result.charged_steps)` is the
     statement of what was promised.
 
     Attributes:
@@ -54,6 +54,7 @@ class Algorithm1Result(NamedTuple):
             does not depend on it.
         charged_steps: steps that read private rows.
         mechanism: what ran.
+        seeded: whether it was given a seed, and is therefore not for release.
     """
 
     params: Params
@@ -62,6 +63,7 @@ class Algorithm1Result(NamedTuple):
     converged: bool
     charged_steps: int
     mechanism: Mechanism
+    seeded: bool
 
 
 def algorithm_1(
@@ -148,6 +150,7 @@ def algorithm_1(
         converged=converged,
         charged_steps=info.charged_steps,
         mechanism=mechanism,
+        seeded=info.seeded,
     )
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mirrordp import _fingerprint, _validate, accounting, schedules
+from mirrordp import _fingerprint, _isolation, _validate, accounting, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
@@ -38,6 +38,8 @@ from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     check_trainable,
     clip_factors,
+    example_key,
+    example_of,
     frozen_mask,
     merge,
     scaled,
@@ -45,6 +47,7 @@ from mirrordp.clipping import (
     takes_key,
     thawed_mask,
     trainable_part,
+    value_and_grad_program,
     with_key,
     zero_sum,
 )
@@ -297,6 +300,7 @@ class FederatedInfo:
         clip_norm: C_t.
         unprivatized: quantities without noise, if the caller asked for them, else None; its
             `batch_size` counts users.
+        seeded: whether the run was given a seed, and is therefore not for release.
     """
 
     round: int
@@ -306,6 +310,7 @@ class FederatedInfo:
     public_loss: np.ndarray
     clip_norm: np.ndarray
     unprivatized: Unprivatized | None
+    seeded: bool
 
 
 class ClientArrays(NamedTuple):
@@ -453,6 +458,27 @@ class FederatedStep:
         )
         return jax.vmap(update, in_axes=(None, 0, 0, 0))(state.params, examples, num_examples, keys)
 
+    def check_isolated(self, params: Params, examples: Batch, key: Any) -> None:
+        """Raises if the local training of a user, mapped over users, could see other users.
+
+        The rows of one user may see each other; see `mirrordp.clipped_grad` for what is refused.
+
+        Args:
+            params: the parameters, or their shapes.
+            examples: shapes and types of one user's rows, padded.
+            key: a user's key, or its shape.
+        """
+        update = functools.partial(
+            local_update,
+            self.loss_fn,
+            learning_rate=self.client_learning_rate,
+            batch_size=self.client_batch_size,
+            epochs=self.local_epochs,
+            trainable=self._mask,
+        )
+        program = jax.make_jaxpr(update)(params, examples, 1, key)
+        _isolation.check("the local training of a user", program)
+
     def contribution(
         self, delta: PyTree, clip_norm: jax.typing.ArrayLike
     ) -> tuple[Contribution, ClippedDelta]:
@@ -488,6 +514,7 @@ class FederatedStep:
         num_batches: jax.typing.ArrayLike | None = None,
     ) -> tuple[ExactSum, Unprivatized]:
         """The sum over one pass of users, not yet private, with *sums* of unprivatized values."""
+        self.check_isolated(state.params, example_of(examples), example_of(keys))
         deltas, losses = self.local_updates(
             self.loss_fn, state, examples, num_examples, keys, num_batches
         )
@@ -826,7 +853,11 @@ def federated_train(
         )
     check_trainable(trainable_part(params, step._mask))
     check_loss("loss_fn", loss_fn, params, private.arrays)
-    warn_of_unused(loss_fn, params, step._mask, private.arrays)
+    traced = value_and_grad_program(
+        loss_fn, params, step._mask, example_of(private.arrays), example_key()
+    )
+    warn_of_unused(traced, trainable_part(params, step._mask))
+    step.check_isolated(params, _padded_user(private), example_key())
     if public is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
     ledger_for(mechanism.adjacency, ledger)
@@ -871,6 +902,14 @@ def federated_train(
     return rounds
 
 
+def _padded_user(clients: ClientData) -> Batch:
+    """Shapes and types of one user's rows, padded."""
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((clients.max_examples_per_user, *row.shape), row.dtype),
+        example_of(clients.arrays),
+    )
+
+
 class _Simulation(NamedTuple):
     """A checked request: all that the rounds need but randomness."""
 
@@ -904,8 +943,13 @@ def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
         if isinstance(public, PublicClients):
             users = (public.num_examples, public.max_examples_per_user)
         described["public data"] = _fingerprint.of_arrays(key, (public.arrays, users))
-        public_loss = described_loss(step.public_loss_fn or step.loss_fn, params, public.arrays)
-        described["public_loss_fn"] = public_loss
+        described["public_loss_fn"] = described_loss(
+            "public_loss_fn",
+            step.public_loss_fn or step.loss_fn,
+            params,
+            step._mask,
+            public.arrays,
+        )
     return described
 
 
@@ -928,7 +972,8 @@ def _generate(
             state, kept = books.begin(run.step.init(run.params, keys.noise), batches)
             first = 0 if kept is None else kept.step
             if kept is not None:
-                yield state, FederatedInfo(first, kept.charged_steps, **info_fields(kept.shown))
+                shown, seeded = info_fields(kept.shown), books.seed is not None
+                yield state, FederatedInfo(first, kept.charged_steps, **shown, seeded=seeded)
         yield from _rounds(run, state, first, batches, keys, books)
         books.finish()
 
@@ -991,6 +1036,7 @@ def _rounds(
             public_loss=info.public_loss,
             clip_norm=info.clip_norm,
             unprivatized=info.unprivatized if step.show_unprivatized else None,
+            seeded=books.seed is not None,
         )
         kept = Kept(found.round, charged, shown_arrays(found))
         books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))

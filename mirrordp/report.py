@@ -3,6 +3,8 @@
 A report is made of public constants (the mechanism, the number of charged steps, δ) and of what the
 caller states about the run. It holds nothing that depends on private rows without noise: the number
 of rows appears only where the adjacency makes it public, and a seed only where the caller gave one.
+Whether there was a seed comes from the run itself (`info`); where nobody says it, the report says
+that it is not known.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,10 +36,20 @@ TUNING_NOT_CHARGED = (
     "not charged: epsilon covers this training alone, not runs made to choose its settings"
 )
 
-SCHEMA_VERSION = 2
-"""Of report.json: 2 added `epsilon_over_steps` and `curves`; reports without a version are 1."""
+SCHEMA_VERSION = 3
+"""Of report.json: 2 added `epsilon_over_steps` and `curves`, 3 added `seeded`; reports without a
+version are 1."""
 
 Results = Mapping[str, Any]
+
+
+class Ran(Protocol):
+    """What a run says about itself: a `TrainInfo`, a `FederatedInfo` or an `Algorithm1Result`."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether its randomness came from a seed of the caller's."""
+        ...
 
 
 class ReportError(ValueError):
@@ -85,7 +97,9 @@ class RunReport:
         num_examples: n where it is public and known to the mechanism, else None.
         tuning: whether the search for settings was charged, in words.
         shown_without_protection: what the caller printed or plotted about private rows.
-        seed: the seed that the caller gave; None where the operating system provided randomness.
+        seed: the seed that the caller gave, where it was stated.
+        seeded: whether the randomness came from a seed (True) or from the operating system (False);
+            None where it is not known.
         versions: library versions.
         epsilon_over_steps: pairs of charged steps and of the ε that they cost together at `delta`,
             of this run alone; computed from the mechanism, not measured.
@@ -115,11 +129,21 @@ class RunReport:
     shown_without_protection: tuple[str, ...]
     seed: int | None
     versions: Mapping[str, str]
+    seeded: bool | None = None
     charged_multiplier: float | None = None
     epsilon_over_steps: tuple[tuple[int, float], ...] = ()
     curves: tuple["Curve", ...] = ()
     results: Results
     ledger: Mapping[str, Any] | None = None
+
+    def __post_init__(self):
+        known = True if self.seed is not None else False if self.is_secure else self.seeded
+        if None not in (known, self.seeded) and known != self.seeded:
+            raise ValueError(
+                f"seed={self.seed!r} with {self.noise} noise means seeded={known}, got "
+                f"seeded={self.seeded}. State what was given to the run."
+            )
+        object.__setattr__(self, "seeded", known)
 
     def __repr__(self) -> str:
         release = "; not for release" * any(warned.grave for warned in self.warnings())
@@ -140,6 +164,7 @@ class RunReport:
         mechanism: Mechanism,
         delta: float,
         *,
+        info: Ran | None = None,
         charged_steps: int | None = None,
         ledger: Ledger | None = None,
         budget: Budget | None = None,
@@ -148,6 +173,7 @@ class RunReport:
         tuning: str = TUNING_NOT_CHARGED,
         shown_without_protection: Sequence[str] = (),
         seed: int | None = None,
+        seeded: bool | None = None,
         curves: Sequence["Curve"] = (),
         results: Results | None = None,
     ) -> "RunReport":
@@ -156,6 +182,8 @@ class RunReport:
         Args:
             mechanism: what ran.
             delta: δ in (0, 1).
+            info: what `train` or `federated_train` yielded last, or the result of `algorithm_1`: it
+                knows whether the run had a seed. Of a sweep, the info of the reported run.
             charged_steps: how many steps read private data (`info.charged_steps`); by default all
                 that the mechanism was made for. Leave it out where a run ended early because of
                 what it had released: then ε of all steps that it might have taken is the promise.
@@ -170,7 +198,9 @@ class RunReport:
             tuning: whether the search for settings was charged, in words.
             shown_without_protection: what was printed or plotted about private rows without noise,
                 for example "batch loss, on the operator's terminal".
-            seed: the seed given to `train`, if any.
+            seed: the seed given to `train`, to be written down.
+            seeded: whether there was a seed, for a loop of your own, which has no info. Without
+                `info`, `seed` and `seeded` the report says that it is not known.
             curves: released quantities over training, for the page of `mirrordp report`. The same
                 rule holds for them as for results.
             results: released quantities to keep beside the statement. They must follow from
@@ -202,6 +232,8 @@ class RunReport:
                     f"the ledger must hold at least this run, epsilon {run.epsilon:.4g}, got a "
                     f"ledger of epsilon {found.epsilon:.4g}. Pass the ledger given to train."
                 )
+        if info is not None:
+            seeded = _agreed(info, seed, seeded)
         bands = mechanism.noise.num_bands
         public_n = mechanism.adjacency.num_examples_is_public
         return cls(
@@ -230,6 +262,7 @@ class RunReport:
             tuning=tuning,
             shown_without_protection=tuple(shown_without_protection),
             seed=seed,
+            seeded=seeded,
             versions=library_versions(),
             epsilon_over_steps=_spending(mechanism, delta, steps),
             curves=tuple(curves),
@@ -239,7 +272,9 @@ class RunReport:
 
     @classmethod
     def from_dict(cls, content: Any, source: str = "report.json") -> "RunReport":
-        """The inverse of `to_dict`; also reads reports of schema version 1.
+        """The inverse of `to_dict`; also reads reports of schema versions 1 and 2.
+
+        Those did not say whether there was a seed where none was stated; it is then not known.
 
         Args:
             content: what `to_dict` returned.
@@ -315,9 +350,14 @@ class RunReport:
                 "noise and batches from AES-256, keyed by the operating system afresh for every "
                 "draw; there is no seed, and nobody can repeat the run"
             )
-        if self.seed is None:
-            return "from the operating system; it is no part of what is released"
-        return f"from the seed given by the caller: {NOT_FOR_RELEASE}"
+        if self.seeded is None:
+            return (
+                "not known: whether a seed was given to the run is not stated. With a seed it "
+                f"would be {NOT_FOR_RELEASE}"
+            )
+        if self.seeded:
+            return f"from the seed given by the caller: {NOT_FOR_RELEASE}"
+        return "from the operating system; it is no part of what is released"
 
     def privacy_card(self) -> str:
         """The statement in plain words, as Markdown."""
@@ -356,7 +396,7 @@ class RunReport:
     def warnings(self) -> list[Warned]:
         """What to know before relying on the guarantee, the gravest first."""
         found = []
-        if self.seed is not None:
+        if self.seeded:
             found.append(
                 Warned(
                     True,
@@ -374,6 +414,15 @@ class RunReport:
                     f"Epsilon {upwards(self.epsilon)} is large",
                     "the guarantee rules out little by itself. Use more noise, fewer steps or more "
                     "records if the records are sensitive.",
+                )
+            )
+        if self.seeded is None:
+            found.append(
+                Warned(
+                    False,
+                    "Whether there was a seed is not known",
+                    "whoever knows the seed of a run can subtract its noise. State it: "
+                    "RunReport.of(..., info=info) with what the run yielded last.",
                 )
             )
         if self._has_large_delta:
@@ -740,6 +789,23 @@ def comparison_figure(
     return buffer.getvalue()
 
 
+def _agreed(info: Ran, seed: int | None, seeded: bool | None) -> bool:
+    """What the run says about its seed; what the caller says besides must not contradict it."""
+    found = getattr(info, "seeded", None)
+    if not isinstance(found, bool):
+        raise TypeError(
+            f"info must be what train or federated_train yielded for this run, got "
+            f"{type(info).__name__}. Pass the last info; of a sweep, infos[i] of run i."
+        )
+    if (seed is not None and not found) or seeded not in (None, found):
+        given = "a seed" if found else "no seed"
+        raise ValueError(
+            f"the run says that it was given {given}, got seed={seed!r} and seeded={seeded!r}. "
+            "Leave both out, or pass the info of the run that they belong to."
+        )
+    return found
+
+
 def _spending(
     mechanism: Mechanism, delta: float, charged_steps: int, points: int = 8
 ) -> tuple[tuple[int, float], ...]:
@@ -767,6 +833,7 @@ def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str
         "num_examples_is_public": (bool, bool),
         "num_examples": ((int, type(None)), lambda x: x),
         "seed": ((int, type(None)), lambda x: x),
+        "seeded": ((bool, type(None)), lambda x: x),
         "charged_steps": (int, int),
         "charged_multiplier": ((int, float), float),
         "ledger": ((dict, type(None)), _ledger_stated),
@@ -790,7 +857,8 @@ def _stored_fields(cls: type[RunReport], content: Mapping[str, Any]) -> dict[str
             continue
         value = _plain(content[name], name)
         kinds, convert = checks.get(name, ((dict, type(None)), lambda x: x))
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        is_stray = isinstance(value, bool) and name not in ("num_examples_is_public", "seeded")
+        if not isinstance(value, kinds) or is_stray:
             raise TypeError(f"{name} is of the wrong type")
         found[name] = convert(value)
     negative = [k for k, v in found.items() if isinstance(v, int | float) and v < 0]

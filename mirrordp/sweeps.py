@@ -168,7 +168,8 @@ def train_sweep(
     random = [randomness(run.seed) for run in runs]
     states = _stack([_start(plan, run, keys.noise) for run, (_, keys) in zip(runs, random)])  # noqa: B905
     batches = [mechanism.batches(len(private), rng) for rng, _ in random]
-    return _generate(plan, states, batches, _stack([keys for _, keys in random]), books)
+    seeded = [run.seed is not None for run in runs]
+    return _generate(plan, states, batches, _stack([keys for _, keys in random]), books, seeded)
 
 
 def _refuse_shared_noise(runs: Sequence[Run]) -> None:
@@ -229,7 +230,9 @@ def _run_all(train_step, may_skip, states, partial_sums, inputs, private, exclud
     )
 
 
-def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
+def _generate(
+    plan, states, batches, keys, books, seeded
+) -> Iterator[tuple[TrainState, list[TrainInfo]]]:
     nothing = plan.train_step.nothing_yet(plan.params)
     partial_sums = _stack([nothing] * len(batches))
     arrays = plan.on_device()
@@ -260,6 +263,7 @@ def _generate(plan, states, batches, keys, books) -> Iterator[tuple[TrainState, 
                     unprivatized=jax.tree.map(lambda leaf, i=i: leaf[i], info.unprivatized)
                     if shown
                     else None,
+                    seeded=seeded[i],
                 )
                 for i in range(len(batches))
             ],

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal
+from jax.extend import core
 
-from mirrordp import _fingerprint, _validate, schedules
+from mirrordp import _fingerprint, _isolation, _validate, schedules
 from mirrordp import checkpoint as checkpoints
 from mirrordp._books import Books, Kept, check_books
 from mirrordp._convolutions import where_faster
@@ -39,10 +39,13 @@ from mirrordp.checkpoint import Checkpoint
 from mirrordp.clipping import (
     ClippedGrad,
     check_trainable,
+    example_key,
+    example_of,
     frozen_mask,
     merge,
     thawed_mask,
     trainable_part,
+    value_and_grad_program,
     with_key,
     zero_sum,
 )
@@ -130,6 +133,7 @@ class TrainInfo:
         noisy_grad_norm: norm of the released gradient (zero where α_t = 0).
         public_loss: Ψ(θ_t) on the public batch; NaN where no public gradient was computed.
         unprivatized: quantities without noise, if the caller asked for them, else None.
+        seeded: whether the run was given a seed, and is therefore not for release.
     """
 
     step: int
@@ -138,6 +142,7 @@ class TrainInfo:
     noisy_grad_norm: np.ndarray
     public_loss: np.ndarray
     unprivatized: Unprivatized | None
+    seeded: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -629,7 +634,7 @@ def plan_runs(
     if public_arrays is not None:
         check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public_arrays)
     check_trainable(trainable_part(params, train_step._mask))
-    warn_of_unused(loss_fn, params, train_step._mask, private.arrays)
+    check_gradient(loss_fn, params, train_step._mask, private.arrays)
     ledger_for(mechanism.adjacency, ledger)
     admit(table)
     excluded = np.zeros(len(private), bool)
@@ -657,30 +662,52 @@ def _configuration(plan: Plan, key: bytes) -> dict[str, str]:
         "private data": _fingerprint.of_arrays(key, (plan.private.arrays, plan.excluded)),
         "public data": _fingerprint.of_arrays(key, plan.public_arrays),
     }
-    if step.public_loss_fn is not None and plan.public_arrays is not None:
-        public_loss = described_loss(step.public_loss_fn, params, plan.public_arrays)
-        described["public_loss_fn"] = public_loss
+    if plan.public_arrays is not None:
+        described["public_loss_fn"] = described_loss(
+            "public_loss_fn",
+            step.public_loss_fn or step.loss_fn,
+            params,
+            step._mask,
+            plan.public_arrays,
+        )
     return described
 
 
 def described_step(step: Any, params: Params, arrays: Batch, key: bytes) -> dict[str, str]:
     """What a `TrainStep` or `FederatedStep` decides of a run that begins at `params`."""
-    part = trainable_part(params, thawed_mask(step.trainable))
+    mask = thawed_mask(step.trainable)
+    part = trainable_part(params, mask)
     opt_state = step.optimizer.init(part)
     programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
     names = [field.name for field in dataclasses.fields(step) if field.name not in programs]
     return {
         **checkpoints.fields("mechanism", step.mechanism),
-        "loss_fn": described_loss(step.loss_fn, params, arrays),
-        "optimizer": checkpoints.program(step.optimizer.update, part, opt_state, part),
+        "loss_fn": described_loss("loss_fn", step.loss_fn, params, mask, arrays),
+        "optimizer": checkpoints.program("optimizer", step.optimizer.update, part, opt_state, part),
         "starting parameters": _fingerprint.of_arrays(key, (params, opt_state)),
         **{name: str(getattr(step, name)) for name in names},
     }
 
 
-def described_loss(loss_fn: LossFn, params: Params, arrays: Batch) -> str:
-    """The program of a loss on one example of `arrays`."""
-    return checkpoints.program(with_key(loss_fn), params, example_of(arrays), jax.random.key(0))
+def described_loss(
+    name: str, loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch
+) -> str:
+    """The program of a loss and of its gradient, mapped over examples of `arrays`."""
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((_MAPPED, *leaf.shape), leaf.dtype), example_of(arrays)
+    )
+    keys = jax.random.split(example_key(), _MAPPED)
+
+    def mean_loss(part: PyTree, rest: Params, batch: Batch, keys: jax.Array) -> jax.Array:
+        mapped = jax.vmap(with_key(loss_fn), (None, 0, 0))
+        return jnp.mean(mapped(merge(part, rest), batch, keys))
+
+    part = trainable_part(params, mask)
+    return checkpoints.program(name, jax.value_and_grad(mean_loss), part, params, batch, keys)
+
+
+# More than one, so that a batching rule shows.
+_MAPPED = 2
 
 
 def _generate(
@@ -694,7 +721,8 @@ def _generate(
         begin, charged = 0, 0
         if kept is not None:
             begin, charged = kept.step, kept.charged_steps
-            yield state, TrainInfo(begin, charged, **info_fields(kept.shown))
+            shown = info_fields(kept.shown)
+            yield state, TrainInfo(begin, charged, **shown, seeded=books.seed is not None)
         arrays = plan.on_device()
         for start, calls in prepared_blocks(plan, [batches], begin):
             block = plan.block(start)[0]
@@ -717,6 +745,7 @@ def _generate(
                 noisy_grad_norm=info.noisy_grad_norm,
                 public_loss=info.public_loss,
                 unprivatized=info.unprivatized if train_step.show_unprivatized else None,
+                seeded=books.seed is not None,
             )
             books.keep(
                 state,
@@ -866,21 +895,11 @@ def _check_public(public: PublicData | None, alphas: np.ndarray, needs_rows: boo
     return public.arrays if public is not None and needs_rows else None
 
 
-def example_of(arrays: Batch) -> PyTree:
-    """Shapes and types of one example."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)
-        ),
-        arrays,
-    )
-
-
 def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:
     """Traces the loss on one example's shape, so that mistakes surface before training."""
     example = example_of(arrays)
     try:
-        result = jax.eval_shape(with_key(loss_fn), params, example, jax.random.key(0))
+        result = jax.eval_shape(with_key(loss_fn), params, example, example_key())
     except Exception as error:
         # Most often the loss was written for a batch, and what JAX says of that is no help.
         shapes = jax.tree.map(lambda leaf: leaf.shape, (params, example))
@@ -897,23 +916,29 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
         )
 
 
-def warn_of_unused(loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch) -> None:
+def check_gradient(loss_fn: LossFn, params: Params, mask: PyTree | None, arrays: Batch) -> None:
+    """Refuses a gradient that could see other examples; warns where there is none.
+
+    The gradient is read as a program, before it runs. `stop_gradient` freezes no parameter here,
+    and neither do running averages of normalisation layers stay what they are: what is in `params`
+    gets noise. A gradient that is zero for another reason than a missing dependence is not noticed.
+    """
+    traced = value_and_grad_program(loss_fn, params, mask, example_of(arrays), example_key())
+    _isolation.check("the loss function", traced)
+    warn_of_unused(traced, trainable_part(params, mask))
+
+
+def warn_of_unused(traced: core.ClosedJaxpr, part: PyTree) -> None:
     """Warns of trainable parameters that the loss has no gradient in: noise alone moves them.
 
-    `stop_gradient` freezes no parameter here, and neither do running averages of normalisation
-    layers stay what they are: what is in `params` gets noise. The gradient is read as a program;
-    one that is zero for another reason than a missing dependence is not noticed.
+    Args:
+        traced: the program of the loss and its gradient.
+        part: the trainable parameters.
     """
-    part = trainable_part(params, mask)
-
-    def loss_of_part(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
-        return with_key(loss_fn)(merge(part, params), example, key)
-
-    traced = jax.make_jaxpr(jax.grad(loss_of_part))(part, example_of(arrays), jax.random.key(0))
     sources = {id(out): equation for equation in traced.eqns for out in equation.outvars}
 
     def is_zero(atom: Any) -> bool:
-        if isinstance(atom, Literal):
+        if isinstance(atom, core.Literal):
             return bool(np.all(atom.val == 0))
         equation = sources.get(id(atom))
         if equation is None or equation.primitive.name != "broadcast_in_dim":
@@ -923,7 +948,7 @@ def warn_of_unused(loss_fn: LossFn, params: Params, mask: PyTree | None, arrays:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
     unused = [
         f"params{jax.tree_util.keystr(path)}"
-        for path, gradient in zip(paths, traced.jaxpr.outvars, strict=True)
+        for path, gradient in zip(paths, traced.jaxpr.outvars[1:], strict=True)
         if is_zero(gradient)
     ]
     if unused:

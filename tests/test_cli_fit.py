@@ -97,6 +97,7 @@ def test_fit_and_predict(capsys, tmp_path, task):
     names = {path.name for path in files["out"].iterdir()}
     assert names == {"model.json", "report.json", "privacy_card.md"}
     report = json.loads((files["out"] / "report.json").read_text())
+    assert report["seeded"] is True
     assert report["epsilon"] == result["epsilon"]
     assert report["num_examples"] == 2000
     assert "number of records counts as public" in (files["out"] / "privacy_card.md").read_text()

@@ -35,6 +35,7 @@ def test_demo_leaves_three_files(finished):
     report = json.loads((finished.folder / "report.json").read_text())
     assert report["epsilon"] <= TINY.epsilon
     assert report["seed"] == 1
+    assert report["seeded"] is True
     assert report["tuning"].startswith("not charged")
     assert set(report["results"]["methods"]) == {"cold", "warm", "pda_dpmd"}
     assert (finished.folder / "results.png").read_bytes().startswith(b"\x89PNG")

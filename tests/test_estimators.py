@@ -347,6 +347,7 @@ class TestContract:
         assert not np.allclose(first.coef_, second.coef_)
         np.testing.assert_array_equal(fixed.coef_, again.coef_)
         assert first.privacy_.seed is None
+        assert (first.privacy_.seeded, fixed.privacy_.seeded) == (False, True)
         assert "not for release" in fixed.privacy_.privacy_card()
         assert fit(np.random.default_rng(0)).privacy_.seed is not None
         with pytest.raises(ValueError, match="random_state"):

@@ -937,3 +937,10 @@ class TestAccounting:
         report = mirrordp.RunReport.of(made, delta=1e-3, charged_steps=ROUNDS)
         assert report.unit == "user"
         assert "one user each" in report.privacy_card()
+
+    @pytest.mark.parametrize("seed", [None, 7])
+    def test_the_report_knows_of_a_seed(self, seed):
+        made = mechanism(noise_multiplier=4.0)
+        _, info = tools.last(run(mechanism=made, seed=seed))
+        report = mirrordp.RunReport.of(made, 1e-3, info=info)
+        assert report.seeded is (seed is not None)

@@ -508,6 +508,7 @@ def test_the_report_holds_epsilon_after_every_round():
         logged = []
         server.run(FakeGrid(), on_round=lambda own, out=logged: out.append(own.spent().epsilon))
         report = mirrordp.RunReport.from_dict(json.loads(server.report().to_json()))
+        assert report.seeded is (server.seed is not None)
         found = dict(report.epsilon_over_steps)
         if options:  # of this run alone, whatever else the ledger holds
             assert found[rounds] == pytest.approx(mech.epsilon(DELTA))

@@ -101,6 +101,7 @@ class TestIdentities:
         found = exact.algorithm_1(
             squared_error, private, mirror_map, mechanism=full_batch(), learning_rate=0.3, seed=0
         )
+        assert mirrordp.RunReport.of(found.mechanism, 1e-5, info=found).seeded is True
         warm = run(private, start, optax.sgd(0.3), full_batch())
         np.testing.assert_allclose(found.start, start, rtol=1e-6)
         np.testing.assert_allclose(found.params, warm.average, rtol=1e-5, atol=1e-6)

@@ -317,6 +317,11 @@ def test_runs_of_one_seed_do_not_add_up():
     notes = " ".join(Comparison.of({"a": one, "b": one}).notes())
     assert "costs at most epsilon" not in notes
     assert "together they promise nothing" in notes
+    known, unknown = (make_report(seeded=seeded) for seeded in (False, None))
+    for other, is_noted in ((known, False), (unknown, True), (one, True)):
+        notes = " ".join(Comparison.of({"a": unknown, "b": other}).notes())
+        assert ("Not every report states the seed" in notes) is is_noted
+        assert "costs at most epsilon" in notes
 
 
 def test_comparing_what_cannot_be_compared_is_said(capsys):

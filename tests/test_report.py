@@ -11,6 +11,7 @@ from mirrordp import Accountant, Adjacency, FullBatch, Ledger, Mechanism, Poisso
 from mirrordp.report import (
     NOT_FOR_RELEASE,
     Curve,
+    ReportError,
     RunReport,
     comparison_figure,
     library_versions,
@@ -81,8 +82,66 @@ def test_fewer_charged_steps_cost_less():
     assert report.charged_steps == 5
 
 
-def test_operating_system_randomness_is_not_written_down():
+@dataclasses.dataclass(frozen=True)
+class Info:
+    seeded: object
+
+
+def test_a_mechanism_alone_does_not_know_of_a_seed():
     report = RunReport.of(make_mechanism(), DELTA)
+    assert report.seeded is None
+    assert report.to_dict()["seeded"] is None
+    assert report.to_dict()["randomness"].startswith("not known")
+    assert "from the operating system" not in report.privacy_card()
+    assert "Whether there was a seed is not known" in [w.title for w in report.warnings()]
+    assert RunReport.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_run_says_whether_it_had_a_seed(seeded):
+    for options in ({"info": Info(seeded)}, {"seeded": seeded}):
+        report = RunReport.of(make_mechanism(), DELTA, **options)
+        assert report.seeded is seeded
+        assert "seed" not in report.to_dict()
+        assert (NOT_FOR_RELEASE in report.privacy_card()) is seeded
+        assert ("from the operating system" in report.privacy_card()) is not seeded
+        assert RunReport.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"info": Info(False), "seed": 7},
+        {"info": Info(False), "seeded": True},
+        {"info": Info(True), "seeded": False},
+        {"seed": 7, "seeded": False},
+        {"info": Info(True), "seed": 7, "seeded": False},
+    ],
+)
+def test_contradictions_about_the_seed_are_refused(options):
+    with pytest.raises(ValueError, match=r"seeded=.*(Leave both out|State what)"):
+        RunReport.of(make_mechanism(), DELTA, **options)
+
+
+def test_only_one_run_can_be_reported():
+    with pytest.raises(TypeError, match="got list"):
+        RunReport.of(make_mechanism(), DELTA, info=[Info(True)])
+
+
+def test_reports_of_earlier_versions():
+    """They said "operating system" wherever no seed was stated, also after a run with one."""
+    for seed, expected in ((None, None), (7, True)):
+        content = RunReport.of(make_mechanism(), DELTA, seed=seed).to_dict()
+        del content["seeded"]
+        assert RunReport.from_dict(content | {"schema_version": 2}).seeded is expected
+    with pytest.raises(ReportError, match="intact"):
+        RunReport.from_dict(content | {"seeded": False})
+    with pytest.raises(ReportError, match="seeded is of the wrong type"):
+        RunReport.from_dict(content | {"seeded": "no"})
+
+
+def test_operating_system_randomness_is_not_written_down():
+    report = RunReport.of(make_mechanism(), DELTA, seeded=False)
     assert "seed" not in report.to_dict()
     assert "operating system" in report.to_dict()["randomness"]
     assert NOT_FOR_RELEASE not in report.privacy_card()

@@ -19,6 +19,7 @@ from mirrordp import (
     PublicData,
     TrainStep,
     _books,
+    _isolation,
     auditing,
     federated,
     training,
@@ -26,6 +27,7 @@ from mirrordp import (
 from mirrordp import sampling as sampling_module
 from mirrordp.auditing import Algorithm, Attack
 from mirrordp.federated import FederatedStep
+from mirrordp.report import NOT_FOR_RELEASE
 from mirrordp.sums import ExactSum
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -117,11 +119,30 @@ def _(axis_size, in_batched, x):
     return x - x.mean(axis=0, keepdims=True), True
 
 
-def test_replay_finds_a_loss_that_sees_other_examples():
-    def coupled(params, example):
-        return jnp.sum(params * jax.lax.stop_gradient(centred(example)))
+def coupled(params, example):
+    return jnp.sum(params * jax.lax.stop_gradient(centred(example)))
 
-    broken = dataclasses.replace(step(), loss_fn=coupled)
+
+def shared_bits(params, example):
+    """Mapped over, keys of this kind draw the bits of all examples from one example's key."""
+    own = jax.lax.bitcast_convert_type(jnp.tile(example[:2], 2), jnp.uint32)
+    key = jax.random.wrap_key_data(own, impl="rbg")
+    return jnp.sum(params * jax.random.normal(key, params.shape))
+
+
+def test_a_loss_that_sees_other_examples_is_refused():
+    """Two ways that get round `vmap`; see test_isolation.py for all."""
+    for loss in (coupled, shared_bits):
+        broken = dataclasses.replace(step(), loss_fn=loss)
+        with pytest.raises(ValueError, match="must compute each record by itself"):
+            auditing.neighbour_replay(broken, jnp.zeros(3), ROWS, num_pairs=60)
+
+
+@pytest.mark.parametrize("loss", [coupled, shared_bits])
+def test_replay_finds_a_loss_that_sees_other_examples(loss, monkeypatch):
+    """As it would be, if the traced program were not looked at."""
+    monkeypatch.setattr(_isolation, "check", lambda name, program: None)
+    broken = dataclasses.replace(step(), loss_fn=loss)
     found = auditing.neighbour_replay(broken, jnp.zeros(3), ROWS, num_pairs=60)
     assert found.exceeded(0.5)
 
@@ -356,6 +377,62 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
+
+
+def test_a_seeded_run_cannot_be_reported_as_unseeded():
+    def report(seed, **options):
+        made = tools.mechanism()
+        _, info = tools.last(
+            mirrordp.train(
+                tools.squared_distance, jnp.zeros(3), PrivateData(ROWS),
+                mechanism=dataclasses.replace(made, sampling=tools.poisson(BATCH, rows=16)),
+                optimizer=tools.sgd(0.1), seed=seed,
+            )
+        )  # fmt: skip
+        return mirrordp.RunReport.of(made, 1e-5, info=info, **options)
+
+    assert report(7).seeded is True
+    assert NOT_FOR_RELEASE in report(7).privacy_card()
+    with pytest.raises(ValueError, match="says that it was given a seed"):
+        report(7, seeded=False)
+    assert report(None).seeded is False
+    assert NOT_FOR_RELEASE not in report(None).privacy_card()
+
+
+def resumed_with(folder, first, second) -> np.ndarray:
+    """Two releases of step 1: of a run with one backward rule, and of its replay with another."""
+
+    def run(factor, resume):
+        flipped = jax.custom_vjp(lambda theta: theta)
+        flipped.defvjp(lambda theta: (theta, None), lambda _, g: (factor * g,))
+        return mirrordp.train(
+            lambda theta, row: tools.squared_distance(flipped(theta), row),
+            jnp.zeros(60),
+            PrivateData(tools.features(columns=60)),
+            mechanism=tools.mechanism(),
+            optimizer=tools.recorder(12),
+            seed=5,
+            steps_per_call=1,
+            checkpoint=mirrordp.Checkpoint(folder, every=5, resume=resume),
+        )
+
+    released = []
+    for factor, resume in ((first, False), (second, True)):
+        steps = run(factor, resume)
+        state, _ = next(steps)
+        released.append(8.0 * np.asarray(state.opt_state[1][0]))
+        steps.close()
+    return np.stack(released)
+
+
+def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
+    np.testing.assert_array_equal(*resumed_with(tmp_path / "honest", 1.0, 1.0))
+    with pytest.raises(mirrordp.checkpoint.CheckpointError, match="differs in: loss_fn"):
+        resumed_with(tmp_path / "refused", 1.0, -1.0)
+    # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
+    monkeypatch.setattr(training, "described_loss", lambda *_: "")
+    released = resumed_with(tmp_path / "broken", 1.0, -1.0)
+    assert auditing.repeated_noise(released, tools.mechanism().noise_stddev) == [(0, 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -96,8 +96,9 @@ def test_runs_have_their_own_noise_and_batches():
 
 
 def test_runs_without_a_seed_differ():
-    states, _ = last(sweep([Run(), Run()]))
+    states, infos = last(sweep([Run(), Run(), Run(seed=3)]))
     assert not np.allclose(states.params[0], states.params[1])
+    assert [info.seeded for info in infos] == [False, False, True]
 
 
 def test_every_run_is_charged_before_it_runs():

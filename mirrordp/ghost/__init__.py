@@ -74,6 +74,7 @@ def clipped_grad(
     ) -> Summed:
         if needs_key:
             keys = checked_keys(loss_fn, keys, is_padding.shape[0])
+        clipping.check_isolated(loss_fn, params, trainable, batch, keys)
         at_a_time = min(is_padding.shape[0], microbatch_size or is_padding.shape[0])
         try:
             split = _Split.of(keyed_loss, params, (batch, keys), trainable)

@@ -631,6 +631,7 @@ class PrivateStrategy(Strategy):
             ledger=self.ledger if self.budget is None else None,
             budget=self.budget,
             seed=self.seed,
+            seeded=self.seed is not None,
             results=found,
             **(
                 {
