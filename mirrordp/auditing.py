@@ -930,7 +930,7 @@ def _released_by_rows(
     state = step.init(params, jax.random.key(seed))
     count = len(jax.tree.leaves(rows)[0])
     takes_key = step.clipped_grad.takes_key
-    keys = jax.random.split(jax.random.key(seed + 1), count) if takes_key else None
+    keys = jax.random.split(_replay_key(seed + 1), count) if takes_key else None
     arguments = {} if public is None else {"public": public, "alpha": alpha}
     unit = step.mechanism.sampling.expected_batch_size / alpha
 
@@ -961,7 +961,7 @@ def _released_by_users(
 ) -> Callable[..., list[PyTree]]:
     """The sum of a round, and what the round releases of it in the same units."""
     state = step.init(params, jax.random.key(seed))
-    round_key, public_key = jax.random.split(jax.random.key(seed + 1))
+    round_key, public_key = jax.random.split(_replay_key(seed + 1))
     public_gradient = None
     if public is not None:
         public_gradient, _ = step.public_grad(state, public, public_key)
@@ -986,6 +986,11 @@ def _released_by_users(
         return [_numbers(total), _scaled(gradient, unit)]
 
     return released
+
+
+def _replay_key(seed: int) -> jax.Array:
+    """A key as training has it, whatever the default kind of keys is."""
+    return jax.random.key(seed, impl="threefry2x32")
 
 
 def _numbers(total: ExactSum) -> PyTree:

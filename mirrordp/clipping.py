@@ -62,7 +62,7 @@ class ClippedGrad:
         takes_key: whether the loss takes a random key.
     """
 
-    exact_sum: Callable[..., tuple[ExactSum, ClipStats]]
+    exact_sum: "Callable[..., Summed]"
     l2_clip_norm: float
     takes_key: bool
 

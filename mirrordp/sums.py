@@ -166,6 +166,12 @@ def nothing(shape: tuple[int, ...]) -> Halves:
 def halves(values: jax.Array, exponent: int) -> Halves:
     """Σ_j trunc(values_j / 2^exponent) over the first axis, as two halves of 32 bits."""
 
+    if jnp.iscomplexobj(values):
+        raise TypeError(
+            f"noise is real and would leave imaginary parts bare: expected real parameters, got "
+            f"{values.dtype}. Use real ones, and as many again for imaginary parts."
+        )
+
     def add_up(values):
         return split(grains(values, exponent).sum(axis=0))
 

@@ -20,7 +20,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,7 @@ class TrainStep:
             weight = None if self.scale_noise else jnp.clip(alpha, 0, 1)
             # The privatizer's key lives in its state; the one given here is never used.
             noisy_sum, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
-                clipped_sum, noise_state, weight=weight
+                cast(Any, clipped_sum), noise_state, weight=weight
             )
             return self.mechanism.mean(noisy_sum), noise_state
 

@@ -54,9 +54,15 @@ def with_clip(factor):
 
     class Deviating(Mechanism):
         def clipped_grad(self, loss_fn, **options):
-            return mirrordp.clipped_grad(
+            wrong = mirrordp.clipped_grad(
                 loss_fn, l2_clip_norm=factor * self.l2_clip_norm, **options
             )
+
+            def exact_sum(*args, **keywords):
+                total, stats = wrong.exact_sum(*args, **keywords)
+                return ExactSum.of(total.floats(), self.l2_clip_norm), stats
+
+            return dataclasses.replace(wrong, exact_sum=exact_sum)
 
     return Deviating
 

@@ -699,12 +699,9 @@ def _block_sums(site: Site, left: Array, right: Array, exponent: int) -> Array:
         high, low = some(left, right)
     else:
         left, right = (_in_blocks(array, at_a_time) for array in (left, right))
-        zero = (
-            jnp.zeros(shape.shape, shape.dtype) for shape in jax.eval_shape(some, left[0], right[0])
-        )
-        (high, low), _ = lax.scan(
-            lambda total, rows: (sums.added(total, some(*rows)), None), tuple(zero), (left, right)
-        )
+        add = lambda total, rows: (sums.added(total, some(*rows)), None)  # noqa: E731
+        zero = sums.nothing((groups, entries, right.shape[-1]))
+        (high, low), _ = lax.scan(add, zero, (left, right))
     return jnp.stack([high, lax.bitcast_convert_type(low, jnp.int32)])
 
 
