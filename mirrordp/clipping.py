@@ -54,7 +54,7 @@ class ClippedGrad:
     - A padding example adds exactly zero, and so does one whose gradient holds a NaN or an
       infinity.
     - The sum as floating-point numbers is float32, or wider where the parameters are.
-    - The microbatch size has no effect beyond rounding.
+    - The microbatch size has no effect beyond rounding and the share of C that is left for it.
 
     Attributes:
         exact_sum: `(params, batch, is_padding, *, keys=None) -> (ExactSum, ClipStats)`.
