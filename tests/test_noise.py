@@ -10,6 +10,7 @@ import pytest
 
 import mirrordp
 from mirrordp import BandedNoise, CyclicPoissonSampling, GaussianNoise, UnsupportedError
+from mirrordp.sums import ExactSum
 from mirrordp.training import randomness
 from tests import statistical, tools
 
@@ -44,6 +45,25 @@ class TestGaussian:
         assert_scale(samples, stddev)
         assert_scale(samples[:, :1000], stddev)
         assert_scale(samples[:, 1000:], stddev)
+
+    @pytest.mark.parametrize("make", [jnp.asarray, lambda sums: ExactSum.of(sums, 1e7)])
+    def test_large_sums_do_not_swallow_noise(self, make):
+        """Above 2²⁴ float32 has gaps of two: what is rounded must be the sum and all of its noise.
+
+        Of four parts of half the size, added one by one, 84% would leave the sum as it was.
+        """
+        large = 1.5 * 2**24
+        sums = make(jnp.full(20_000, large))
+        privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+        noisy, _ = jax.jit(privatizer.update)(sums, privatizer.init(sums))
+        share = np.mean(np.asarray(noisy) == large)
+        assert share == pytest.approx(math.erf(1 / math.sqrt(2)), abs=0.015)
+
+    def test_noise_near_the_grain_of_sums_is_refused(self):
+        tools.mechanism(noise_multiplier=0.0)
+        tools.mechanism(noise_multiplier=2.0**-20)
+        with pytest.raises(ValueError, match=r"must be 0 .* or at least 1e-06, got 1e-07"):
+            tools.mechanism(noise_multiplier=1e-7)
 
     @pytest.mark.parametrize("noise", [GaussianNoise(), BandedNoise(COEFFICIENTS)], ids=str)
     def test_complex_sums_are_refused(self, noise):

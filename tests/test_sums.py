@@ -4,6 +4,7 @@ The attack: rows that bring a running sum to just below a power of two, a victim
 and many rows of a bit less than half a unit in the last place there, which count only below.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -139,6 +140,38 @@ def test_users_one_by_one_withstand_the_attack():
         return jax.lax.scan(one_user, step.zero_sum(jnp.zeros(1)), users)[0]
 
     assert 0.99 < distance(*map(run, neighbours(len(numbers), victim))) <= 1
+
+
+def test_a_user_adds_the_same_in_every_place():
+    """Users are sorted by their number of batches: one who leaves moves others up."""
+    rng = np.random.default_rng(0)
+    examples = {
+        "x": rng.normal(size=(7, 5, 6)).astype(np.float32),
+        "y": rng.normal(size=(7, 5)).astype(np.float32),
+    }
+
+    def loss(params, example):
+        hidden = jnp.tanh(example["x"] @ params["w"])
+        return (jax.nn.softmax(hidden) @ params["v"] - example["y"]) ** 2
+
+    params = {"w": rng.normal(size=(6, 9)), "v": rng.normal(size=9)}
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+    step = federated_step(client_batch_size=2)
+    step = dataclasses.replace(step, loss_fn=loss, client_learning_rate=0.1)
+    state = step.init(params, jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 7)
+
+    @jax.jit
+    def alone(order, place):
+        users = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], examples)
+        padding = jnp.arange(7) != place
+        return step.private_sum(state, users, jnp.full(7, 5), padding, keys[order])[0]
+
+    for user in (0, 3):
+        orders = [np.roll(np.arange(7), shift) for shift in range(7)]
+        found = [integers(alone(order, int(np.flatnonzero(order == user)[0]))) for order in orders]
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
 
 
 def test_linear_models_withstand_the_attack():

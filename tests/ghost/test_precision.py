@@ -230,7 +230,7 @@ def test_no_margin_would_let_both_pass(monkeypatch):
     """The same rows find a sum whose rounding is taken for its usual size."""
 
     def usual(sites, rows):
-        return _factors.Roundoff(4 * math.sqrt(200) * 2.0**-24, 0.0, rows, 0.0)
+        return _factors.Roundoff(math.sqrt(200) * 2.0**-24, 0.0, rows, 0.0)
 
     monkeypatch.setattr(ghost, "_sum_roundoff", usual)
     with pytest.raises(AssertionError):
