@@ -72,7 +72,8 @@ def full_batch(rows, *, num_steps=1, noise_multiplier=1.0, l2_clip_norm=1.0):
 
 class TestClippedSum:
     @pytest.mark.parametrize("name", LOSSES)
-    @pytest.mark.parametrize("l2_clip_norm", [0.05, 1.0, 1e6])
+    @pytest.mark.parametrize("l2_clip_norm", [0.05, 1.0, 1e3])
+    @pytest.mark.usefixtures("nothing_reserved")
     def test_equals_the_general_clipped_gradient(self, name, l2_clip_norm):
         family, loss_fn = LOSSES[name]
         rows, theta = problem(family)
@@ -87,6 +88,7 @@ class TestClippedSum:
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("name", LOSSES)
+    @pytest.mark.usefixtures("nothing_reserved")
     def test_many_parameters_side_by_side(self, name):
         family, _ = LOSSES[name]
         rows, theta = problem(family)
@@ -175,7 +177,7 @@ class TestPrivateDescent:
 
     def test_is_gradient_descent_and_forgets_the_first_eighth(self):
         rows, theta = problem(SQUARED_ERROR)
-        mechanism = full_batch(len(rows), num_steps=16, noise_multiplier=1e-9, l2_clip_norm=1e3)
+        mechanism = full_batch(len(rows), num_steps=16, noise_multiplier=1e-6, l2_clip_norm=1e2)
         found = linear.private_descent(
             SQUARED_ERROR, np.zeros_like(theta), rows, mechanism, learning_rate=0.5,
             key=jax.random.key(0),
@@ -185,7 +187,7 @@ class TestPrivateDescent:
             grad = rows.features.T @ (rows.features @ theta - rows.targets) / len(rows)
             theta = theta - 0.5 * grad
             kept.append(theta)
-        np.testing.assert_allclose(found, np.mean(kept[2:], axis=0), atol=1e-6)
+        np.testing.assert_allclose(found, np.mean(kept[2:], axis=0), atol=1e-4)
 
     def test_refuses_another_mechanism(self):
         rows, theta = problem(SQUARED_ERROR)
