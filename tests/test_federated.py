@@ -510,7 +510,7 @@ class TestRound:
             client_learning_rate=0.1, scale_noise=False,
         )  # fmt: skip
         state = step.init(jnp.zeros(3), jax.random.key(0))
-        total, _ = step.contribution(jnp.ones(3), state.clip_norm)
+        total = step.one_sum(step.contribution(jnp.ones(3), state.clip_norm)[0])
         nothing = federated.Unprivatized(*jnp.zeros(3))
         norms = [
             float(step.finish(state, total, nothing, jnp.zeros(3), alpha)[1].noisy_grad_norm)
@@ -596,7 +596,8 @@ class TestNeighbours:
             )
             total = jax.tree.map(lambda leaf: leaf.sum(axis=0), deltas)
             total = clip(total, len(is_padding) * CLIP).delta
-            return federated.Contribution(total, None), federated.Unprivatized(*jnp.zeros([3]))
+            total = self.one_sum(federated.Contribution(total, None))
+            return total, federated.Unprivatized(*jnp.zeros([3]))
 
         monkeypatch.setattr(federated.FederatedStep, "private_sum", late)
         monkeypatch.setattr(federated, "_run_passes", uncached(federated._run_passes))
