@@ -222,7 +222,7 @@ def test_one_hostile_client_moves_the_sum_by_at_most_the_clip_norm(value, copies
         server = strategy()
         messages = ask(server)
         replies = [found for place, m in enumerate(messages[1:]) for found in honest(place, m)]
-        return wide(server.private_sum(hostile(messages[0]) + replies))
+        return wide(server.private_sum(hostile(messages[0]) + replies).floats())
 
     def hostile(message):
         replies = [reply(message, delta(value)) for _ in range(copies)]

@@ -232,7 +232,8 @@ class TestRuns:
         def total(chosen):
             counts = jnp.full(len(chosen), 5)
             padding = jnp.zeros(len(chosen), bool)
-            return step.private_sum(state, rows[chosen], counts, padding, keys[chosen])[0].delta
+            found, _ = step.private_sum(state, rows[chosen], counts, padding, keys[chosen])
+            return found.floats().delta
 
         alone = sum(total(np.array([user])) for user in range(8))
         np.testing.assert_allclose(total(np.arange(8)), alone, atol=1e-6)
