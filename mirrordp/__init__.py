@@ -39,7 +39,7 @@ from mirrordp.updates import (
     mix_public_gradient,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Accountant",

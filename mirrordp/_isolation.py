@@ -20,9 +20,8 @@ _ARITHMETIC = """
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
     imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg
-    nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    nextafter not or polygamma population_count pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 _ARRAYS = """
     approx_top_k argmax argmin broadcast_in_dim broadcast_to concatenate conv_general_dilated
@@ -115,6 +114,10 @@ COUPLE: dict[str, tuple[str, str]] = {
     "tpu_custom_call": _KERNEL,
     "rng_bit_generator": _SHARED_BITS,
     "rng_uniform": _SHARED_BITS,
+    "regularized_incomplete_beta": (
+        "the incomplete beta function, which goes on for all rows until the last has converged",
+        "Compute it for each row before training",
+    ),
     "dot_product_attention_fp8_fwd_wrapper": _ATTENTION,
     "dot_product_attention_fp8_bwd_wrapper": _ATTENTION,
 }

@@ -562,6 +562,13 @@ class Budget:
         """Lets other processes use it."""
         self._ledger.close()
 
+    def __reduce__(self):
+        # A copy would know of its own charges only, and spend the rest once more.
+        raise TypeError(
+            f"a budget belongs to one process, got a request for a copy of {str(self.folder)!r}. "
+            "Open it by its folder where it is used."
+        )
+
     def __enter__(self) -> "Budget":
         return self
 

@@ -131,7 +131,10 @@ def example_key() -> jax.Array:
 def value_and_grad_program(
     loss_fn: LossFn, params: Params, trainable: PyTree | None, example: PyTree, key: Any
 ) -> core.ClosedJaxpr:
-    """The loss of one example and its gradient as JAX traces them, custom rules applied.
+    """The loss of one example as JAX traces it, plainly and with its gradient.
+
+    With its gradient custom rules are applied, and what they replace is not part of the program.
+    Ghost clipping differentiates with respect to something else, so it may run that instead.
 
     Args:
         loss_fn: a loss function, of two arguments or three.
@@ -141,14 +144,18 @@ def value_and_grad_program(
         key: a key, or its shape.
 
     Returns:
-        A program whose outputs are the loss, then one gradient for each trainable leaf.
+        A program whose outputs are the loss, one gradient for each trainable leaf, and the loss
+        once more, as it is without a gradient.
     """
 
     def loss_of_part(part: PyTree, rest: Params, example: PyTree, key: Any) -> jax.Array:
         return with_key(loss_fn)(merge(part, rest), example, key)
 
+    def both(*args: Any) -> tuple[Any, jax.Array]:
+        return jax.value_and_grad(loss_of_part)(*args), loss_of_part(*args)
+
     part = trainable_part(params, trainable)
-    return jax.make_jaxpr(jax.value_and_grad(loss_of_part))(part, params, example, key)
+    return jax.make_jaxpr(both)(part, params, example, key)
 
 
 def check_isolated(
@@ -249,7 +256,7 @@ def clipped_grad(
     Returns:
         A `ClippedGrad`.
     """
-    _validate.positive(l2_clip_norm=l2_clip_norm)
+    sums.check_clip_norm(l2_clip_norm)
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
     keyed_loss = with_key(loss_fn)

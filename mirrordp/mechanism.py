@@ -92,13 +92,7 @@ class Mechanism:
         # `train` relies on the key living in the noise's state, and the event on its scale.
         _validate.instance_of((GaussianNoise, BandedNoise, SecureGaussianNoise), noise=self.noise)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=self.adjacency)
-        _validate.positive(l2_clip_norm=self.l2_clip_norm)
-        if not 1e-30 <= self.l2_clip_norm <= 1e30:
-            # Near the ends of float32 noise is rounded to zero, and sums are not.
-            raise ValueError(
-                f"l2_clip_norm must be between 1e-30 and 1e30, got {self.l2_clip_norm:g}. Scale "
-                "the loss, and with it the gradients."
-            )
+        sums.check_clip_norm(self.l2_clip_norm)
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
         if 0 < self.noise_multiplier < _LEAST_NOISE:
             raise ValueError(

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mirrordp import _validate
 from mirrordp._float64 import float64_call
 from mirrordp.types import PyTree
 
@@ -53,6 +54,20 @@ def check_count(count: int) -> None:
     if count > MAX_RECORDS:
         raise ValueError(
             f"one sum holds at most {MAX_RECORDS:,} records, got {count:,}. Use smaller batches."
+        )
+
+
+def check_clip_norm(l2_clip_norm: float) -> None:
+    """Raises for clip norms near the ends of floating point.
+
+    In float32 noise would be rounded to zero there, and sums would not; in float64 squares of
+    gradients that must be clipped would be.
+    """
+    _validate.positive(l2_clip_norm=l2_clip_norm)
+    if not 1e-30 <= l2_clip_norm <= 1e30:
+        raise ValueError(
+            f"l2_clip_norm must be between 1e-30 and 1e30, got {l2_clip_norm:g}. Scale the loss, "
+            "and with it the gradients."
         )
 
 

@@ -702,8 +702,12 @@ def described_loss(
         mapped = jax.vmap(with_key(loss_fn), (None, 0, 0))
         return jnp.mean(mapped(merge(part, rest), batch, keys))
 
+    def both(*args: Any) -> tuple[Any, jax.Array]:
+        # Custom rules replace a function where there is a gradient; elsewhere it runs itself.
+        return jax.value_and_grad(mean_loss)(*args), mean_loss(*args)
+
     part = trainable_part(params, mask)
-    return checkpoints.program(name, jax.value_and_grad(mean_loss), part, params, batch, keys)
+    return checkpoints.program(name, both, part, params, batch, keys)
 
 
 # More than one, so that a batching rule shows.
@@ -948,7 +952,7 @@ def warn_of_unused(traced: core.ClosedJaxpr, part: PyTree) -> None:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
     unused = [
         f"params{jax.tree_util.keystr(path)}"
-        for path, gradient in zip(paths, traced.jaxpr.outvars[1:], strict=True)
+        for path, gradient in zip(paths, traced.jaxpr.outvars[1:-1], strict=True)
         if is_zero(gradient)
     ]
     if unused:

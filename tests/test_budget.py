@@ -507,7 +507,7 @@ class TestOneHolder:
 
     @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
     def test_there_is_no_copy_of_it(self, budget, duplicate):
-        for held in (budget.ledger, budget.ledger._lock):
+        for held in (budget, budget.ledger, budget.ledger._lock):
             with pytest.raises(TypeError, match="belongs to one process"):
                 duplicate(held)
 

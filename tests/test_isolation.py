@@ -415,3 +415,52 @@ def test_attention_by_cudnn(dropout_rate, with_bias, allowed):
     else:
         with refused("dot_product_attention_bwd_wrapper"):
             _isolation.check("a loss", Program())
+
+
+def _centred_primal(kind):
+    """A product whose plain form looks at the batch, while its derivative rules do not."""
+
+    @custom_vmap
+    def centred(row):
+        return row
+
+    @centred.def_vmap
+    def _(size, batched, rows):
+        return rows - jnp.mean(rows, axis=0), True
+
+    def plain(params, row):
+        return jnp.sum(params * centred(row))
+
+    if kind == "custom_vjp":
+        function = jax.custom_vjp(plain)
+        function.defvjp(
+            lambda params, row: (jnp.sum(params * row), (params, row)),
+            lambda kept, cotangent: (cotangent * kept[1], cotangent * kept[0]),
+        )
+        return function
+    function = jax.custom_jvp(plain)
+    function.defjvp(
+        lambda primals, tangents: (
+            jnp.sum(primals[0] * primals[1]),
+            jnp.sum(tangents[0] * primals[1] + primals[0] * tangents[1]),
+        )
+    )
+    return function
+
+
+@pytest.mark.parametrize("module", [ghost, clipping], ids=["ghost", "explicit"])
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_what_custom_rules_replace_is_looked_at(kind, module):
+    """Ghost clipping takes no derivative there, so it runs what the rules replace."""
+    clipped = module.clipped_grad(_centred_primal(kind), l2_clip_norm=1.0)
+    with pytest.raises(ValueError, match="custom_vmap"):
+        clipped(jnp.ones(3), jnp.ones((4, 3)), jnp.zeros(4, bool))
+
+
+def test_a_function_that_loops_until_the_whole_batch_has_converged():
+    """The incomplete beta function goes on for all as long as one has not converged."""
+    clipped = mirrordp.clipped_grad(
+        lambda p, row: p * jax.scipy.special.betainc(row[0], row[1], row[2]), l2_clip_norm=1.0
+    )
+    with pytest.raises(ValueError, match="regularized_incomplete_beta"):
+        clipped(jnp.ones([]), jnp.full((4, 3), 0.5), jnp.zeros(4, bool))

@@ -22,6 +22,7 @@ from tests.tools import mechanism, sgd
 
 PACKAGE = Path(mirrordp.__file__).parent
 X = tools.features()
+PARTLY_PUBLIC = np.concatenate([X[:2], X[:6] + 100])
 USERS = [X[start : start + 4] for start in range(0, 40, 4)]
 PARAMS = {"used": np.zeros(3, np.float32), "unused": np.zeros(2, np.float32)}
 
@@ -49,7 +50,7 @@ def reported():
 
 
 def compared():
-    return excluded_rows(PrivateData(X), PublicData(X[:2]))  # here
+    return excluded_rows(PrivateData(X), PublicData(PARTLY_PUBLIC))  # here
 
 
 def trained_on_rows_that_are_public():
@@ -57,7 +58,7 @@ def trained_on_rows_that_are_public():
         tools.squared_distance,
         jnp.zeros(3),
         PrivateData(X),
-        PublicData(X[:2]),
+        PublicData(PARTLY_PUBLIC),
         alpha=0.5,
         **train(),
     )

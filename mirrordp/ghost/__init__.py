@@ -60,7 +60,7 @@ def clipped_grad(
     time and memory. Where a large parameter is not recognised and takes explicit per-example
     gradients, a warning says so.
     """
-    _validate.positive(l2_clip_norm=l2_clip_norm)
+    sums.check_clip_norm(l2_clip_norm)
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
     keyed_loss = with_key(loss_fn)

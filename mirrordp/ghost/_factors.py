@@ -524,14 +524,15 @@ def _gram_roundoff(parts: Sequence[Factors]) -> float:
 def _underflow(part: Factors) -> Array:
     """ε (√N Σ_t ‖L_t‖ + √K Σ_t ‖R_t‖ + T √(K N)), with ε the smallest normal number of the sum.
 
-    An error of ε in each entry of c·R, of L, and of their products.
+    An error of ε in each entry of c·R, of L, and of their products. ε is at least 2⁻⁵¹⁰: entries
+    below that have squares which float64 rounds to zero, so that no norm shows them.
     """
     left, right = (math.sqrt(_entries(side)) for side in part)
     inputs = right * _lengths(part.left) + left * _lengths(part.right) + left * right
     vectors = part.left.vectors if part.right.vectors is None else part.right.vectors
     assert vectors is not None
-    smallest = jnp.finfo(jnp.promote_types(vectors.dtype, jnp.float32)).tiny
-    return float(smallest) * inputs.sum(axis=(1, 2))
+    smallest = float(jnp.finfo(jnp.promote_types(vectors.dtype, jnp.float32)).tiny)
+    return max(smallest, 2.0**-510) * inputs.sum(axis=(1, 2))
 
 
 def _truncations(part: Factors) -> float:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -158,7 +159,7 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
             for batch in file.iter_batches(batch_size=batch_rows):
                 if len(batch):
                     columns = {
-                        name: _parquet_cells(path, name, column)
+                        name: _parquet_cells(path, name, column, private)
                         for name, column in zip(batch.schema.names, batch.columns, strict=True)
                     }
                     yield Table(str(path), columns)
@@ -170,7 +171,7 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
         ) from None
 
 
-def _parquet_cells(path: Path, name: str, column: Any) -> Cells:
+def _parquet_cells(path: Path, name: str, column: Any, private: bool) -> Cells:
     arrow, _ = _pyarrow()
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
@@ -189,9 +190,15 @@ def _parquet_cells(path: Path, name: str, column: Any) -> Cells:
     if types.is_string(kind) or types.is_large_string(kind):
         return tuple("" if value is None else value for value in column.to_pylist())
     raise TableError(
-        f"expected numbers, text or true/false in every column, got {kind} in column {name!r} of "
+        f"{mark(private)}expected numbers, text or true/false in every column, got "
+        f"{_kind(kind)} in column {name!r} of "
         f"{str(path)!r}; convert or remove it."
     )
+
+
+def _kind(kind: Any) -> str:
+    """A type in words, without the names of fields, which may be one row's."""
+    return re.split(r"[<\[(]", str(kind), maxsplit=1)[0]
 
 
 def _pyarrow() -> tuple[Any, Any]:

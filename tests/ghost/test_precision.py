@@ -270,3 +270,21 @@ def test_clip_factors_are_rounded_down():
     excess = np.float64(factors) * np.sqrt(np.float64(squares))
     assert excess.max() <= 1 + 1e-15
     assert excess[norms < 1e37].min() > 1 - 1e-6
+
+
+@pytest.mark.parametrize("clip", [1e-12, 0.01, 1.0])
+@pytest.mark.parametrize(("width", "out"), [(10_000, 1), (1_000, 10), (10, 10)])
+def test_float64_inputs_whose_squares_underflow(width, out, clip):
+    """Inputs of 1e-154 have no norm that float64 could tell; a large cotangent brings them back."""
+    with jax.enable_x64(True):
+        rows = (jnp.full((1, 1, width), 1.4e-154), jnp.full((1, 1, out), 1e153))
+        clipped = ghost.clipped_grad(bilinear, l2_clip_norm=clip)
+        total = clipped(jnp.zeros((width, out)), rows, jnp.zeros(1, bool))
+        assert np.linalg.norm(total) <= clip
+
+
+@pytest.mark.parametrize("module", [ghost, clipping], ids=["ghost", "explicit"])
+def test_clip_norms_near_the_ends_of_floating_point_are_refused(module):
+    for clip in (1e-154, 1e-31, 1e31):
+        with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
+            module.clipped_grad(bilinear, l2_clip_norm=clip)
