@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dp_accounting
+import numpy as np
 
 from mirrordp import _files, _show, _validate, accounting
 from mirrordp._files import StorageError
@@ -80,6 +81,7 @@ class Ledger:
             block: what it pays for; a ledger in memory does not keep this.
         """
         del block
+        _check_counts(event)
         if isinstance(event, dp_accounting.NoOpDpEvent):
             return
         inner, count = event, 1
@@ -516,12 +518,27 @@ def _opened(line: bytes, index: int, previous: str) -> dict[str, Any] | None:
 # Events, by explicit names: what is not listed is not mirrordp's and cannot be kept.
 
 
+def _check_counts(event: DpEvent) -> None:
+    """Raises unless everything is counted in whole numbers: 1.9 would be stored as 1."""
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        for part in event.events:
+            _check_counts(part)
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        if not isinstance(event.count, int | np.integer) or event.count < 1:
+            raise LedgerError(
+                f"expected an event that is repeated a whole number of times, at least once, got "
+                f"{event.count!r} times. Charge what ran."
+            )
+        _check_counts(event.event)
+
+
 def event_to_dict(event: DpEvent) -> dict[str, Any]:
     """An event as JSON: numbers and names only.
 
     Raises:
         LedgerError: for an event that mirrordp does not make.
     """
+    _check_counts(event)
     match event:
         case dp_accounting.NoOpDpEvent():
             return {"name": "nothing"}

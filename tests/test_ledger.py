@@ -56,6 +56,19 @@ def test_nothing_charged_changes_nothing(ledger):
     assert ledger.event == POISSON
 
 
+@pytest.mark.parametrize("count", [1.9, -3, 0, float("nan")])
+def test_charges_come_in_whole_numbers(ledger, count, tmp_path):
+    """In memory 1.9 was charged as 1.9, in a file as 1, and -3 gave something back."""
+    odd = dp_accounting.SelfComposedDpEvent(GAUSSIAN, count)
+    file = FileLedger.create(tmp_path / "ledger", Adjacency.ZERO_OUT)
+    for event in (odd, dp_accounting.ComposedDpEvent([GAUSSIAN, odd])):
+        for target in (ledger, file):
+            with pytest.raises(LedgerError, match="a whole number of times"):
+                target.charge(event)
+            assert target.event == dp_accounting.NoOpDpEvent()
+    file.close()
+
+
 def test_asking_changes_nothing(ledger):
     ledger.charge(POISSON)
     before = ledger.event
