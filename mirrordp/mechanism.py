@@ -323,7 +323,7 @@ class Mechanism:
 
         Under add-remove adjacency the indices lie in random places of whole passes, with `PADDING`
         between them. A record that is taken away then leaves a gap, and all others stay in the rows
-        that they are computed in; moved up, they might be rounded otherwise.
+        that they are computed in; moved up, they might be rounded differently.
         """
         _validate.instance_of(SecureRandom if self.is_secure else np.random.Generator, rng=rng)
         self.check_num_examples(num_examples)
