@@ -264,6 +264,7 @@ def clipped_grad(
     def with_padding(params: Params, rows: PyTree, is_padding: jax.Array) -> Summed:
         batch, keys = rows
         part = trainable_part(params, trainable)
+        jax.tree.map(sums.require_real, part)
 
         def loss_of(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
             return keyed_loss(merge(part, params), example, key)

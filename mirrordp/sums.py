@@ -178,14 +178,19 @@ def nothing(shape: tuple[int, ...]) -> Halves:
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32)
 
 
-def halves(values: jax.Array, exponent: int) -> Halves:
-    """Σ_j trunc(values_j / 2^exponent) over the first axis, as two halves of 32 bits."""
-
+def require_real(values: jax.Array) -> None:
+    """Raises for complex numbers."""
     if jnp.iscomplexobj(values):
         raise TypeError(
             f"noise is real and would leave imaginary parts bare: expected real parameters, got "
             f"{values.dtype}. Use real ones, and as many again for imaginary parts."
         )
+
+
+def halves(values: jax.Array, exponent: int) -> Halves:
+    """Σ_j trunc(values_j / 2^exponent) over the first axis, as two halves of 32 bits."""
+
+    require_real(values)
 
     def add_up(values):
         return split(grains(values, exponent).sum(axis=0))
