@@ -353,3 +353,21 @@ def test_another_process_finds_the_same():
     ]
     assert found[0] == found[1]
     assert len(found[0]) == len(LOSSES) + len(OPTIMIZERS)
+
+
+def test_a_callback_that_custom_rules_replace_is_seen():
+    """With a gradient the rules run; ghost clipping may run what they stand for."""
+
+    def plain(params, row):
+        shape = jax.ShapeDtypeStruct(row.shape, row.dtype)
+        return jnp.sum(
+            params * jax.pure_callback(lambda x: x, shape, row, vmap_method="sequential")
+        )
+
+    loss = jax.custom_vjp(plain)
+    loss.defvjp(
+        lambda params, row: (jnp.sum(params * row), (params, row)),
+        lambda kept, cotangent: (cotangent * kept[1], cotangent * kept[0]),
+    )
+    with pytest.raises(CheckpointError, match="pure_callback"):
+        training.described_loss("loss_fn", loss, jnp.ones(3), None, np.ones((4, 3), np.float32))
