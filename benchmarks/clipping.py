@@ -47,7 +47,7 @@ def jax_contenders(
     import jax_privacy
 
     from experiments import models
-    from mirrordp import ghost
+    from mirrordp.privacy import ghost
 
     key = jax.random.key(0)
     if network == "wikitext2":

@@ -20,7 +20,7 @@ from benchmarks.clipping import versions, write_json
 from benchmarks.timing import Contender, measure
 from benchmarks.training import problem
 from mirrordp import GaussianNoise, Mechanism, PoissonSampling, SecureGaussianNoise
-from mirrordp.secure import SecureRandom
+from mirrordp.privacy.secure import SecureRandom
 
 ROWS = 50_000
 

@@ -25,8 +25,8 @@ from benchmarks.clipping import NETWORKS, write_json
 from benchmarks.timing import Contender, measure
 from experiments import models
 from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
-from mirrordp.public import public_grad
-from mirrordp.sweeps import Run, train_sweep
+from mirrordp.training.sweep import Run, train_sweep
+from mirrordp.updates.public import public_grad
 
 SWEEP_SIZES = {"cifar10": (1, 2, 4), "emnist": (1, 2, 4, 8), "wikitext2": (1, 2, 4)}
 STEPS = {"gpu": 400, "cpu": 12}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp import schedules
+from mirrordp.updates import schedules
 
 FEATURES, CLASSES, ROUNDS, DELTA = 60, 10, 40, 1e-5
 rng = np.random.default_rng(1)
@@ -69,7 +69,7 @@ def train(params, alpha=1.0):
         public,
         mechanism=mechanism,
         client_learning_rate=1.0,
-        optimizer=mirrordp.federated.server_sgd(3.0),
+        optimizer=mirrordp.training.federated.server_sgd(3.0),
         alpha=alpha,
         seed=0,
     )

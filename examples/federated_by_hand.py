@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import mirrordp
-from mirrordp import federated, schedules
-from mirrordp.training import randomness
+from mirrordp.training import federated
+from mirrordp.training.central import randomness
+from mirrordp.updates import schedules
 
 
 def local_training(loss_fn, params, user_rows, width, key, *, learning_rate, batch_size, epochs):

@@ -13,7 +13,7 @@ import mirrordp
 
 private_optimum, public_optimum = jnp.array([1.0, -2.0]), jnp.array([0.8, -1.5])
 transform = optax.chain(
-    mirrordp.mix_public_gradient(mirrordp.schedules.cosine(decay_steps=400)),
+    mirrordp.mix_public_gradient(mirrordp.updates.schedules.cosine(decay_steps=400)),
     optax.sgd(0.1, momentum=0.9),
 )
 

@@ -1,12 +1,7 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import accounting, federated, ghost, mirror, schedules, theory
-from mirrordp._files import StorageError
-from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
-from mirrordp.averages import ExponentialAverage, UniformAverage
-from mirrordp.budget import Budget
-from mirrordp.checkpoint import Checkpoint
-from mirrordp.clipping import ClippedGrad, clipped_grad
+from mirrordp import mirror
+from mirrordp._versions import VERSION as __version__
 from mirrordp.data import (
     Overlap,
     PrivateClients,
@@ -16,32 +11,41 @@ from mirrordp.data import (
     UnprotectedWarning,
     split,
 )
-from mirrordp.exact import algorithm_1, paper_mechanism
-from mirrordp.federated import AdaptiveClip, federated_train, warm_start_clients
-from mirrordp.ledger import FileLedger, Ledger
-from mirrordp.mechanism import Mechanism
-from mirrordp.noise import BandedNoise, GaussianNoise, SecureGaussianNoise
-from mirrordp.public import WarmStart, warm_start
-from mirrordp.report import RunReport
-from mirrordp.sampling import (
+from mirrordp.mirror import theory
+from mirrordp.privacy import accounting, ghost
+from mirrordp.privacy.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.privacy.clipping import ClippedGrad, clipped_grad
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.noise import BandedNoise, GaussianNoise, SecureGaussianNoise
+from mirrordp.privacy.sampling import (
     CyclicPoissonSampling,
     FixedSizeSampling,
     FullBatch,
     PoissonSampling,
 )
-from mirrordp.sweeps import Run, train_sweep
-from mirrordp.training import TrainInfo, TrainState, TrainStep, train
+from mirrordp.report import RunReport
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.files import StorageError
+from mirrordp.spending.ledger import FileLedger, Ledger
+from mirrordp.training import federated
+from mirrordp.training.central import TrainInfo, TrainState, TrainStep, train
+from mirrordp.training.checkpoint import Checkpoint
+from mirrordp.training.exact import algorithm_1, paper_mechanism
+from mirrordp.training.federated import AdaptiveClip, federated_train, warm_start_clients
+from mirrordp.training.sweep import Run, train_sweep
 from mirrordp.updates import (
     accelerated_mirror_descent,
     lazy_mirror_descent,
     linearized_lazy_mirror_descent,
     mirror_descent,
     mix_public_gradient,
+    schedules,
 )
-
-__version__ = "0.2.0"
+from mirrordp.updates.averages import ExponentialAverage, UniformAverage
+from mirrordp.updates.public import WarmStart, warm_start
 
 __all__ = [
+    "__version__",
     "Accountant",
     "AdaptiveClip",
     "Adjacency",

@@ -1,14 +1,29 @@
 """Short descriptions of objects, for a prompt and for a notebook."""
 
+import html
+import re
 from collections.abc import Iterable
 
 import jax
 import numpy as np
 
-from mirrordp.charts import escaped
 from mirrordp.types import PyTree
 
 _MOST_ARRAYS = 4
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
+)
+
+
+def escaped(text: str) -> str:
+    """Text for HTML and SVG. What cannot be seen, or turns the reading direction, is spelt out.
+
+    >>> escaped('<b>"\\u202e')
+    '&lt;b&gt;&quot;\\\\u202e'
+    """
+    shown = _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    # A lone surrogate, which JSON may hold, cannot be written as UTF-8.
+    return html.escape(shown.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def array_kinds(arrays: PyTree, rows: str | None = None) -> list[tuple[str, str]]:

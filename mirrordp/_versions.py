@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import platform
 
+VERSION = "0.2.0"
 LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 

@@ -34,21 +34,21 @@ from jax_privacy import auditing as statistics
 from scipy import stats
 
 from mirrordp import _validate, mirror
-from mirrordp.accounting import Adjacency
 from mirrordp.data import PrivateClients, PrivateData, PublicData
-from mirrordp.federated import (
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.noise import GaussianNoise
+from mirrordp.privacy.sampling import FullBatch, PoissonSampling
+from mirrordp.privacy.sums import ExactSum
+from mirrordp.training.central import TrainStep, train
+from mirrordp.training.federated import (
     ClientArrays,
     FederatedStep,
     federated_train,
     pad_users,
     user_keys,
 )
-from mirrordp.mechanism import Mechanism
-from mirrordp.noise import GaussianNoise
-from mirrordp.sampling import FullBatch, PoissonSampling
-from mirrordp.sums import ExactSum
-from mirrordp.sweeps import Run, train_sweep
-from mirrordp.training import TrainStep, train
+from mirrordp.training.sweep import Run, train_sweep
 from mirrordp.types import Batch, Params, PyTree
 from mirrordp.updates import mirror_descent
 

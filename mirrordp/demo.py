@@ -21,12 +21,10 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from mirrordp.accounting import Accountant
-from mirrordp.averages import UniformAverage
 from mirrordp.data import PrivateData, PublicData
-from mirrordp.ledger import Ledger
-from mirrordp.mechanism import Mechanism
-from mirrordp.public import warm_start
+from mirrordp.privacy.accounting import Accountant
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.report import (
     Curve,
     RunReport,
@@ -34,9 +32,11 @@ from mirrordp.report import (
     upwards,
     write_atomically,
 )
-from mirrordp.sampling import PoissonSampling
-from mirrordp.training import train
+from mirrordp.spending.ledger import Ledger
+from mirrordp.training.central import train
 from mirrordp.types import AlphaSchedule, Batch, Params, PyTree
+from mirrordp.updates.averages import UniformAverage
+from mirrordp.updates.public import warm_start
 
 TUNING = (
     "not charged: each method's learning rate was chosen on other generated rows. On real data the "

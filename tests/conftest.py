@@ -19,8 +19,8 @@ def nothing_reserved(monkeypatch):
     Ghost clipping leaves up to 2⁻⁷ of C to the rounding of its blocks; test_sums.py is about that.
     """
     # Imported here: the flags above come before JAX.
-    from mirrordp import sums
-    from mirrordp.ghost import _factors
+    from mirrordp.privacy import sums
+    from mirrordp.privacy.ghost import _factors
 
     monkeypatch.setattr(_factors, "disturbance", lambda roundoffs: 0.0)
     monkeypatch.setattr(sums, "RESERVE", 0.0)
@@ -30,5 +30,5 @@ def nothing_reserved(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_earlier_fits():
     """Estimators count the fits of a process; a test begins as a process does."""
-    if (estimators := sys.modules.get("mirrordp.estimators")) is not None:
+    if (estimators := sys.modules.get("mirrordp.linear.estimators")) is not None:
         estimators._FITS.clear()

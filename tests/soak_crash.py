@@ -35,9 +35,12 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp import cli, federated, linear, tabular, training
-from mirrordp.checkpoint import checkpoint_files
-from mirrordp.ledger import FileLedger
+from mirrordp import cli
+from mirrordp.linear import descent as linear
+from mirrordp.spending.ledger import FileLedger
+from mirrordp.tables import fitting as tabular
+from mirrordp.training import central as training, federated
+from mirrordp.training.checkpoint import checkpoint_files
 from tests import tools
 
 # What they do to a file decides where a crash can hit.

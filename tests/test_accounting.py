@@ -5,12 +5,11 @@ import math
 import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy import optimize, stats
 
-from mirrordp import accounting
-from mirrordp.accounting import Accountant, Adjacency, UnsupportedError
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Accountant, Adjacency, UnsupportedError
 
 PLD, RDP = Accountant.PLD, Accountant.RDP
 ADD_REMOVE, ZERO_OUT, REPLACE = Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE

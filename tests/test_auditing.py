@@ -13,9 +13,10 @@ import pytest
 from scipy import stats
 
 import mirrordp
-from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli, federated, training
+from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli
 from mirrordp.auditing import Algorithm, Attack
-from mirrordp.sums import ExactSum
+from mirrordp.privacy.sums import ExactSum
+from mirrordp.training import central as training, federated
 from tests import tools
 
 FEDERATED = Algorithm.FEDERATED

@@ -16,13 +16,12 @@ from mirrordp import (
     Ledger,
     PrivateData,
     SecureGaussianNoise,
-    federated,
-    sweeps,
 )
-from mirrordp._books import Books
-from mirrordp.budget import BudgetError
-from mirrordp.checkpoint import CheckpointError, checkpoint_files
-from mirrordp.sweeps import Run, train_sweep
+from mirrordp.spending.budget import BudgetError
+from mirrordp.training import federated, sweep as sweeps
+from mirrordp.training.bookkeeping import Books
+from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
+from mirrordp.training.sweep import Run, train_sweep
 from tests import test_federated, tools
 from tests.test_federated import PUBLIC, clients
 from tests.test_training import bits
@@ -91,7 +90,7 @@ class TestUsersOnABudget:
         assert budget.ledger.event == NOISY.event_between(0, 5)
         assert (budget.status.runs, budget.status.charges) == (1, 3)
         monkeypatch.setattr(federated, "excluded_users", fail)
-        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
             rounds(mechanism=test_federated.mechanism(noise_multiplier=0.3), budget=budget)
         assert budget.status.runs == 1
@@ -293,8 +292,8 @@ class TestSweeps:
         while budget._fits(budget._divergences(mechanism.event) * (fitting + 1), margin=1e-9):
             fitting += 1
         assert fitting > 1
-        monkeypatch.setattr("mirrordp.training.excluded_rows", fail)
-        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        monkeypatch.setattr("mirrordp.training.central.excluded_rows", fail)
+        monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
             sweep([Run(seed=seed) for seed in range(fitting + 1)], mechanism=mechanism,
                   budget=budget)  # fmt: skip

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from mirrordp.compare import Comparison
-from mirrordp.page import comparison_page, report_page
+from mirrordp.report.comparison import Comparison
+from mirrordp.report.page import comparison_page, report_page
 from tests.test_page import hostile_report, make_report
 
 WINDOWS = {"phone": (390, 844), "desktop": (1440, 900)}

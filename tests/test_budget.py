@@ -21,12 +21,14 @@ import pytest
 from scipy import integrate, stats
 
 import mirrordp
-from mirrordp import Adjacency, Budget, Mechanism, PrivateData, accounting, cli, linear
-from mirrordp._files import LockedError, StorageError
-from mirrordp.budget import BudgetError, choose_orders, renyi_limit
-from mirrordp.estimators import PrivateLinearRegression
-from mirrordp.ledger import Block, FileLedger, LedgerError
-from mirrordp.sweeps import Run
+from mirrordp import Adjacency, Budget, Mechanism, PrivateData, cli
+from mirrordp.linear import descent as linear
+from mirrordp.linear.estimators import PrivateLinearRegression
+from mirrordp.privacy import accounting
+from mirrordp.spending.budget import BudgetError, choose_orders, renyi_limit
+from mirrordp.spending.files import LockedError, StorageError
+from mirrordp.spending.ledger import Block, FileLedger, LedgerError
+from mirrordp.training.sweep import Run
 from tests import tools
 from tests.test_cli_fit import make_table
 from tests.tools import last, mechanism, sgd
@@ -318,8 +320,8 @@ class TestRuns:
         def fail(*_):
             raise AssertionError("a private row was read")
 
-        monkeypatch.setattr("mirrordp.training.excluded_rows", fail)
-        monkeypatch.setattr("mirrordp._fingerprint.of_arrays", fail)
+        monkeypatch.setattr("mirrordp.training.central.excluded_rows", fail)
+        monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
             train(
                 budget,
@@ -341,7 +343,7 @@ class TestRuns:
             seen.append(FileLedger.read(budget.ledger.path).event)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("mirrordp.training._run_passes", look)
+        monkeypatch.setattr("mirrordp.training.central._run_passes", look)
         with pytest.raises(KeyboardInterrupt):
             next(train(budget))
         assert seen == [mechanism().event_between(0, 5)]
@@ -699,8 +701,8 @@ class TestCommandLine:
     def test_too_much_is_refused_before_any_file_is_read(self, files, capsys, monkeypatch):
         assert self.init(files) == 0
         for name in ("read_table", "read_batches"):
-            monkeypatch.setattr(f"mirrordp.tabular.{name}", pytest.fail)
-        monkeypatch.setattr("mirrordp._fingerprint.of_file", pytest.fail)
+            monkeypatch.setattr(f"mirrordp.tables.fitting.{name}", pytest.fail)
+        monkeypatch.setattr("mirrordp.spending.fingerprint.of_file", pytest.fail)
         capsys.readouterr()
         assert self.fit(files, epsilon="3") == 2
         message = capsys.readouterr().err

@@ -15,22 +15,15 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import (
-    Budget,
-    Checkpoint,
-    FileLedger,
-    Ledger,
-    PrivateData,
-    PublicData,
-    accounting,
-    cli,
-    linear,
-    training,
-)
-from mirrordp._books import Books
-from mirrordp._files import LockedError
-from mirrordp.budget import BudgetError
-from mirrordp.checkpoint import (
+from mirrordp import Budget, Checkpoint, FileLedger, Ledger, PrivateData, PublicData, cli
+from mirrordp.linear import descent as linear
+from mirrordp.privacy import accounting
+from mirrordp.spending.budget import BudgetError
+from mirrordp.spending.files import LockedError
+from mirrordp.spending.ledger import LedgerError, Position
+from mirrordp.training import central as training
+from mirrordp.training.bookkeeping import Books
+from mirrordp.training.checkpoint import (
     CheckpointError,
     Saved,
     checkpoint_files,
@@ -38,7 +31,6 @@ from mirrordp.checkpoint import (
     program,
     to_arrays,
 )
-from mirrordp.ledger import LedgerError, Position
 from tests import tools
 from tests.test_cli_fit import fit_options, two_tables
 from tests.test_training import bits
@@ -263,7 +255,9 @@ class TestRefused:
 
     def test_another_version_of_a_library(self, tmp_path, monkeypatch):
         interrupted(tmp_path / "run", 1)
-        monkeypatch.setattr("mirrordp.checkpoint.library_versions", lambda: {"jax": "0.0.1"})
+        monkeypatch.setattr(
+            "mirrordp.training.checkpoint.library_versions", lambda: {"jax": "0.0.1"}
+        )
         with pytest.raises(CheckpointError, match=r"version of jax \(.* then, 0.0.1 now\)"):
             run(tmp_path / "run", resume=True)
 
@@ -315,7 +309,7 @@ class TestRefused:
         interrupted(tmp_path / "damaged", 3)
         spoil(max(checkpoint_files(tmp_path / "damaged").items())[1], "cut")
         interrupted(tmp_path / "intact", 3)
-        monkeypatch.setattr("mirrordp.checkpoint._is_exact", lambda: False)
+        monkeypatch.setattr("mirrordp.training.checkpoint._is_exact", lambda: False)
         last(run(tmp_path / "intact", resume=True))
         with pytest.raises(CheckpointError, match="replay steps to the bit"):
             run(tmp_path / "rare", resume=True)
@@ -414,12 +408,12 @@ class TestDamage:
 
         steps = run(tmp_path / "run")
         next(steps)
-        real = mirrordp._files.write_atomically
+        real = mirrordp.spending.files.write_atomically
 
         def only_checkpoints(path, *args, **options):
             return fail() if "checkpoint" in path.name else real(path, *args, **options)
 
-        monkeypatch.setattr(mirrordp._files, "write_atomically", only_checkpoints)
+        monkeypatch.setattr(mirrordp.spending.files, "write_atomically", only_checkpoints)
         with pytest.raises(CheckpointError, match="resumed from the checkpoint before"):
             next(steps)
         monkeypatch.undo()
@@ -654,7 +648,7 @@ class TestFit:
         assert "charged" not in message
 
     def test_an_interruption_before_anything_was_charged(self, files, capsys, monkeypatch):
-        monkeypatch.setattr("mirrordp.tabular.read_table", interrupt)
+        monkeypatch.setattr("mirrordp.tables.fitting.read_table", interrupt)
         assert cli.main(fit_options(files)) == 130
         assert "Nothing was charged" in capsys.readouterr().err
 
@@ -675,7 +669,7 @@ class TestFit:
         data = (x, x @ weights + rng.normal(size=300), public, public @ weights)
 
         def model():
-            from mirrordp.estimators import PrivateLinearRegression
+            from mirrordp.linear.estimators import PrivateLinearRegression
 
             return PrivateLinearRegression(epsilon=2.0, num_steps=20, random_state=1)
 

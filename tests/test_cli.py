@@ -7,9 +7,9 @@ import time
 import pytest
 
 import mirrordp
-from mirrordp import accounting, cli, demo
-from mirrordp.accounting import Adjacency, full_batch_event
-from mirrordp.accounting import epsilon as exact_epsilon
+from mirrordp import cli, demo
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency, epsilon as exact_epsilon, full_batch_event
 from tests.test_demo import TINY
 
 CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]

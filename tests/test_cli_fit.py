@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from mirrordp import cli, estimators, tabular
+from mirrordp import cli
 from mirrordp.data import UNPROTECTED
-from mirrordp.tables import TableError, read_table
+from mirrordp.linear import estimators
+from mirrordp.tables import TableError, fitting as tabular, read_table
 
 SECRET = "zanzibar"
 """A category that occurs in private rows only."""
@@ -470,8 +471,7 @@ def test_predict_with_bad_input(capsys, fitted, tmp_path, arguments, words):
 
 
 def test_parquet_in_and_out(capsys, files, tmp_path):
-    from pyarrow import csv as arrow_csv
-    from pyarrow import parquet
+    from pyarrow import csv as arrow_csv, parquet
 
     for name in ("private", "public", "input"):
         table = arrow_csv.read_csv(files[name])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import clipping, ghost
-from mirrordp.sums import ExactSum
+from mirrordp.privacy import clipping, ghost
+from mirrordp.privacy.sums import ExactSum
 from tests.contracts import clipper
 from tests.contracts.clipper import ClipperContract
 

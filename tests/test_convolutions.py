@@ -9,12 +9,12 @@ from jax import lax
 from jax.extend import core
 
 from mirrordp import PrivateData, train
-from mirrordp._convolutions import as_products
-from mirrordp.clipping import takes_key
-from mirrordp.federated import local_update
-from mirrordp.public import public_grad
-from mirrordp.sweeps import Run, run_state, train_sweep
-from mirrordp.training import TrainStep
+from mirrordp.privacy._convolutions import as_products
+from mirrordp.privacy.clipping import takes_key
+from mirrordp.training.central import TrainStep
+from mirrordp.training.federated import local_update
+from mirrordp.training.sweep import Run, run_state, train_sweep
+from mirrordp.updates.public import public_grad
 from tests.tools import last, mechanism
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -159,7 +159,7 @@ def test_networks_side_by_side_are_the_networks_one_by_one(monkeypatch):
     common = {"mechanism": mechanism(), "optimizer": optax.sgd(0.01)}
     runs = [Run(seed=1), Run(seed=2, params=2 * params)]
     states, _ = last(train_sweep(loss, params, PrivateData(rows), runs=runs, **common))
-    monkeypatch.setattr("mirrordp.training.where_faster", lambda loss_fn: loss_fn)
+    monkeypatch.setattr("mirrordp.training.central.where_faster", lambda loss_fn: loss_fn)
     for number, begin in enumerate((params, 2 * params)):
         state, _ = last(train(loss, begin, PrivateData(rows), seed=number + 1, **common))
         np.testing.assert_allclose(

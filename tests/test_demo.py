@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp import demo, training
+from mirrordp import demo
 from mirrordp.demo import METHODS, Method, Settings, make_task, run_demo, run_method, sgd
 from mirrordp.report import upwards
+from mirrordp.training import central as training
 
 TINY = Settings(
     num_private=200,

@@ -17,14 +17,14 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import mirrordp
-from mirrordp import estimators, linear
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.estimators import (
+from mirrordp.linear import descent as linear, estimators
+from mirrordp.linear.descent import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR, ClippedSum, Rows
+from mirrordp.linear.estimators import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivatePoissonRegressor,
 )
-from mirrordp.linear import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR, ClippedSum, Rows
 
 WIDTH = 5
 

@@ -23,11 +23,11 @@ from mirrordp import (
     PoissonSampling,
     PrivateClients,
     PublicClients,
-    accounting,
-    federated,
     federated_train,
-    schedules,
 )
+from mirrordp.privacy import accounting
+from mirrordp.training import federated
+from mirrordp.updates import schedules
 from tests import tools
 
 CLIP, ROUNDS, USERS, BOUND, BATCH = 0.5, 6, 20, 6, 2
@@ -357,7 +357,7 @@ class TestRound:
     def test_dp_fedavg_is_the_reference_formula(self):
         """θ ← θ − η_s (Σ clip(Δ_k, C) + noise) / (q n), with the draws of the sampler."""
         made = sums()
-        rng, keys = mirrordp.training.randomness(3)
+        rng, keys = mirrordp.training.central.randomness(3)
         cohorts = list(mechanism().batches(USERS, rng))
         for number, cohort in enumerate(cohorts):
             expected = np.zeros(3)
@@ -565,7 +565,7 @@ class TestNeighbours:
         return sums(clients([rows, *LISTS[1:]]), seed=7)
 
     def distances(self):
-        cohorts = mechanism().batches(USERS, mirrordp.training.randomness(7)[0])
+        cohorts = mechanism().batches(USERS, mirrordp.training.central.randomness(7)[0])
         assert 0 < sum(0 in cohort for cohort in cohorts) < ROUNDS
         base = self.sums_with(np.zeros((0, 3), np.float32))
         changed = [self.sums_with(extreme) for extreme in EXTREME]
@@ -853,7 +853,7 @@ class TestOptions:
 
     def test_clip_norm_and_client_rate_belong_to_the_state(self):
         """A run at other numbers is the run of a mechanism made for them, noise included."""
-        _, keys = mirrordp.training.randomness(3)
+        _, keys = mirrordp.training.central.randomness(3)
         unit = mechanism(noise_multiplier=1.0, l2_clip_norm=1.0)
         step = federated.FederatedStep(
             loss_fn=tools.squared_distance,

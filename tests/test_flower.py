@@ -33,18 +33,11 @@ from flwr.app import (
 from flwr.supercore.task_identity import TaskIdentity
 
 import mirrordp
-from mirrordp import (
-    Accountant,
-    Adjacency,
-    FullBatch,
-    Mechanism,
-    PoissonSampling,
-    PublicData,
-    federated,
-)
-from mirrordp.accounting import UnsupportedError
-from mirrordp.budget import BudgetError
+from mirrordp import Accountant, Adjacency, FullBatch, Mechanism, PoissonSampling, PublicData
 from mirrordp.integrations import flower
+from mirrordp.privacy.accounting import UnsupportedError
+from mirrordp.spending.budget import BudgetError
+from mirrordp.training import federated
 from tests import tools
 
 CLIP, USERS, ROUNDS, DELTA = 0.5, 6, 3, 1e-3
@@ -451,7 +444,7 @@ def test_cohorts_are_those_of_the_mechanism():
         messages = ask(server, number)
         found.append([m.metadata.dst_node_id - NODES[0] for m in messages])
         server.aggregate_train(number, [])
-    rng, _ = mirrordp.training.randomness(1)
+    rng, _ = mirrordp.training.central.randomness(1)
     assert found == [draw.tolist() for draw in poisson.batches(USERS, rng)]
     assert len({len(cohort) for cohort in found}) > 2
 
@@ -696,7 +689,7 @@ def test_trees_survive_the_journey(params):
 
 def test_frozen_leaves_are_not_sent():
     mask = {"w": True, "b": False}
-    frozen = mirrordp.clipping.frozen_mask(mask, PARAMS)
+    frozen = mirrordp.privacy.clipping.frozen_mask(mask, PARAMS)
     rows = np.ones((5, 3), np.float32)
     train = flower.local_sgd(loss_fn, learning_rate=0.1, batch_size=2, trainable=mask)
     app = client(lambda params, _: train(params, rows), trainable=mask)

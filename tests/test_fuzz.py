@@ -15,24 +15,15 @@ import warnings
 import dp_accounting
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mirrordp
 from experiments.deep.settings import SettingsError, load
-from mirrordp import (
-    Adjacency,
-    Budget,
-    FileLedger,
-    Mechanism,
-    PrivateData,
-    StorageError,
-    cli,
-    linear,
-)
-from mirrordp.checkpoint import Saved
-from mirrordp.estimators import PrivateLinearRegression, PrivateLogisticRegression
-from mirrordp.ledger import Position
+from mirrordp import Adjacency, Budget, FileLedger, Mechanism, PrivateData, StorageError, cli
+from mirrordp.linear import descent as linear
+from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
+from mirrordp.spending.ledger import Position
+from mirrordp.training.checkpoint import Saved
 
 fuzz = settings(
     max_examples=int(os.environ.get("MIRRORDP_FUZZ_CASES", "25")),

@@ -13,9 +13,10 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import mirrordp
-from mirrordp import Ledger, PrivateData, TrainStep, _isolation, clipping, ghost
-from mirrordp.federated import FederatedStep
-from mirrordp.sweeps import Run, train_sweep
+from mirrordp import Ledger, PrivateData, TrainStep
+from mirrordp.privacy import _isolation, clipping, ghost
+from mirrordp.training.federated import FederatedStep
+from mirrordp.training.sweep import Run, train_sweep
 from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])

@@ -9,10 +9,11 @@ import threading
 import dp_accounting
 import pytest
 
-from mirrordp import Accountant, Adjacency, FileLedger, Ledger, accounting
-from mirrordp import ledger as ledger_module
-from mirrordp._files import LockedError
-from mirrordp.ledger import (
+from mirrordp import Accountant, Adjacency, FileLedger, Ledger
+from mirrordp.privacy import accounting
+from mirrordp.spending import ledger as ledger_module
+from mirrordp.spending.files import LockedError
+from mirrordp.spending.ledger import (
     Block,
     LedgerError,
     Position,

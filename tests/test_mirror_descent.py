@@ -7,8 +7,10 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import exact, mirror, theory, updates
-from mirrordp.mirror import Ball, ConvexMap, EuclideanMap, GLMMap, QuadraticMap
+from mirrordp import mirror
+from mirrordp.mirror import Ball, ConvexMap, EuclideanMap, GLMMap, QuadraticMap, theory
+from mirrordp.training import exact
+from mirrordp.updates import descent as updates
 from tests.contracts.update import assert_equal_bits
 from tests.tools import last
 
@@ -220,9 +222,7 @@ class TestConstraint:
             "euclidean": EuclideanMap(WIDTH),
             "logistic": GLMMap.logistic(x, y > 0, ridge=0.1),
         }.get(kind, QuadraticMap.from_data(x, y))
-        make = (
-            updates.accelerated_mirror_descent if kind == "accelerated" else updates.mirror_descent
-        )
+        make = updates.accelerated_mirror_descent if kind == "accelerated" else updates.descent
         optimizer = make(mirror_map, 3.0, constraint=Ball(0.7))
         params = jnp.zeros(WIDTH)
         state = optimizer.init(params)

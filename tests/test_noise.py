@@ -10,8 +10,8 @@ import pytest
 
 import mirrordp
 from mirrordp import BandedNoise, CyclicPoissonSampling, GaussianNoise, UnsupportedError
-from mirrordp.sums import ExactSum
-from mirrordp.training import randomness
+from mirrordp.privacy.sums import ExactSum
+from mirrordp.training.central import randomness
 from tests import statistical, tools
 
 ZEROS = {"a": np.zeros((40, 25), np.float32), "b": np.zeros(500, np.float32)}
@@ -145,7 +145,7 @@ class TestGaussian:
         assert str(program).count(" erf_inv ") == 1
 
     def test_every_leaf_gets_its_own_back(self, monkeypatch):
-        monkeypatch.setattr("mirrordp.noise._LARGE_LEAF", 50)
+        monkeypatch.setattr("mirrordp.privacy.noise._LARGE_LEAF", 50)
         shapes = {"a": (3, 4), "large": (60, 2), "b": (), "empty": (0, 3), "c": (5,)}
         sums = {name: jnp.full(shape, 10.0 + i) for i, (name, shape) in enumerate(shapes.items())}
         with jax.enable_x64(True):

@@ -12,10 +12,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from mirrordp import FullBatch, charts, cli
-from mirrordp.compare import Comparison
-from mirrordp.page import comparison_page, report_page
-from mirrordp.report import Curve, ReportError, RunReport
+from mirrordp import FullBatch, cli
+from mirrordp.report import Curve, ReportError, RunReport, charts
+from mirrordp.report.comparison import Comparison
+from mirrordp.report.page import comparison_page, report_page
 from tests.test_report import DELTA, make_mechanism
 
 HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\x07" + "x" * 80
@@ -156,7 +156,7 @@ def test_hostile_text_stays_text():
 
 
 def test_without_escaping_the_test_above_would_fail(monkeypatch):
-    monkeypatch.setattr("mirrordp.page.escaped", str)
+    monkeypatch.setattr("mirrordp.report.page.escaped", str)
     with pytest.raises(AssertionError):
         test_hostile_text_stays_text()
 

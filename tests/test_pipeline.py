@@ -17,7 +17,7 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Mechanism, PrivateData, train
-from mirrordp.sums import ExactSum
+from mirrordp.privacy.sums import ExactSum
 from tests import tools
 
 ROWS, STEPS, CLIP, BATCH = 24, 40, 0.5, 6.0

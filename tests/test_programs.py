@@ -17,9 +17,10 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import Checkpoint, PrivateData, PublicData, TrainStep, training
-from mirrordp.checkpoint import CheckpointError, program
-from mirrordp.federated import FederatedStep
+from mirrordp import Checkpoint, PrivateData, PublicData, TrainStep
+from mirrordp.training import central as training
+from mirrordp.training.checkpoint import CheckpointError, program
+from mirrordp.training.federated import FederatedStep
 from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from mirrordp import ExponentialAverage, PrivateData, PublicData, UniformAverage, warm_start
-from mirrordp.public import public_grad
+from mirrordp.updates.public import public_grad
 from tests import statistical, tools
 
 KEY = jax.random.key(0)

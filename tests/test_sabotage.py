@@ -13,22 +13,13 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import (
-    Mechanism,
-    PrivateData,
-    PublicData,
-    TrainStep,
-    _books,
-    _isolation,
-    auditing,
-    federated,
-    training,
-)
-from mirrordp import sampling as sampling_module
+from mirrordp import Mechanism, PrivateData, PublicData, TrainStep, auditing
 from mirrordp.auditing import Algorithm, Attack
-from mirrordp.federated import FederatedStep
+from mirrordp.privacy import _isolation, sampling as sampling_module
+from mirrordp.privacy.sums import ExactSum
 from mirrordp.report import NOT_FOR_RELEASE
-from mirrordp.sums import ExactSum
+from mirrordp.training import bookkeeping as _books, central as training, federated
+from mirrordp.training.federated import FederatedStep
 from tests import tools
 from tests.test_sampling import PoissonStatistics
 
@@ -183,7 +174,7 @@ def replay_users(step_kind=FederatedStep, columns=3, replayed=None, **options):
         num_steps=5, unit="user",
     )  # fmt: skip
     federated_step = step_kind(
-        loss_fn=fit, mechanism=mechanism, optimizer=mirrordp.federated.server_sgd(1.0),
+        loss_fn=fit, mechanism=mechanism, optimizer=mirrordp.training.federated.server_sgd(1.0),
         client_learning_rate=0.5, client_batch_size=2, **options,
     )  # fmt: skip
     params = {"w": jnp.full(columns, 0.1), "b": jnp.zeros([])}
@@ -217,7 +208,7 @@ def test_replay_of_users_whose_data_may_be_replaced():
                 sampling=tools.poisson(BATCH, rows=12), l2_clip_norm=CLIP, noise_multiplier=1.0,
                 num_steps=5, unit="user", adjacency=mirrordp.Adjacency.REPLACE,
             ),
-            optimizer=mirrordp.federated.server_sgd(1.0), client_learning_rate=0.5,
+            optimizer=mirrordp.training.federated.server_sgd(1.0), client_learning_rate=0.5,
         ),
         {"w": jnp.full(3, 0.1), "b": jnp.zeros([])},
         users(),
@@ -243,7 +234,7 @@ def test_replay_accepts_users_of_large_models():
 
     federated_step = FederatedStep(
         loss_fn=fit_slope, mechanism=dataclasses.replace(step().mechanism, unit="user"),
-        optimizer=mirrordp.federated.server_sgd(1.0), client_learning_rate=0.5,
+        optimizer=mirrordp.training.federated.server_sgd(1.0), client_learning_rate=0.5,
     )  # fmt: skip
     found = auditing.neighbour_replay(
         federated_step, jnp.full(100_000, 0.1), users(6, 100_000), num_pairs=12
@@ -429,7 +420,7 @@ def resumed_with(folder, first, second) -> np.ndarray:
 
 def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
     np.testing.assert_array_equal(*resumed_with(tmp_path / "honest", 1.0, 1.0))
-    with pytest.raises(mirrordp.checkpoint.CheckpointError, match="differs in: loss_fn"):
+    with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="differs in: loss_fn"):
         resumed_with(tmp_path / "refused", 1.0, -1.0)
     # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
     monkeypatch.setattr(training, "described_loss", lambda *_: "")

@@ -5,8 +5,7 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mirrordp import (
     Adjacency,
@@ -15,8 +14,8 @@ from mirrordp import (
     FullBatch,
     PoissonSampling,
     UnsupportedError,
-    sampling,
 )
+from mirrordp.privacy import sampling
 from tests import statistical
 from tests.contracts.sampler import SamplerContract, participation
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from mirrordp import schedules
+from mirrordp.updates import schedules
 
 alphas = st.floats(0, 1, width=32)
 

@@ -12,21 +12,14 @@ import pytest
 from scipy import special, stats
 
 import mirrordp
-from mirrordp import (
-    Adjacency,
-    SecureGaussianNoise,
-    UnsupportedError,
-    accounting,
-    cli,
-    linear,
-    noise,
-    secure,
-)
-from mirrordp._float64 import float64_call
-from mirrordp.estimators import PrivateLinearRegression
-from mirrordp.page import report_page
-from mirrordp.secure import SecureRandom
-from mirrordp.training import randomness
+from mirrordp import Adjacency, SecureGaussianNoise, UnsupportedError, cli
+from mirrordp.linear import descent as linear
+from mirrordp.linear.estimators import PrivateLinearRegression
+from mirrordp.privacy import accounting, noise, secure
+from mirrordp.privacy._float64 import float64_call
+from mirrordp.privacy.secure import SecureRandom
+from mirrordp.report.page import report_page
+from mirrordp.training.central import randomness
 from tests import statistical, tools
 from tests.test_cli_fit import fit_options, two_tables
 
@@ -587,7 +580,7 @@ class TestRefused:
             cyclic.batches(40, 3, SECURE)
 
     def test_a_sweep(self):
-        from mirrordp.sweeps import Run, train_sweep
+        from mirrordp.training.sweep import Run, train_sweep
 
         with pytest.raises(ValueError, match="has no secure mode"):
             train_sweep(

@@ -8,7 +8,7 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Budget, PrivateClients, PrivateData, PublicClients, PublicData
-from mirrordp.ledger import FileLedger
+from mirrordp.spending.ledger import FileLedger
 from tests import tools
 from tests.test_page import HOSTILE, Page
 

@@ -15,12 +15,13 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import clipping, federated, ghost, sums
-from mirrordp.ghost import _factors
-from mirrordp.linear import SQUARED_ERROR, ClippedSum, Rows
-from mirrordp.sampling import PADDING, in_random_places
-from mirrordp.sums import ExactSum
-from mirrordp.training import add_sums
+from mirrordp.linear.descent import SQUARED_ERROR, ClippedSum, Rows
+from mirrordp.privacy import clipping, ghost, sums
+from mirrordp.privacy.ghost import _factors
+from mirrordp.privacy.sampling import PADDING, in_random_places
+from mirrordp.privacy.sums import ExactSum
+from mirrordp.training import federated
+from mirrordp.training.central import add_sums
 from tests import tools
 
 

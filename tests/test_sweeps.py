@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import Ledger, PrivateData, PublicData, sweeps
-from mirrordp.sweeps import Run, run_state, train_sweep
+from mirrordp import Ledger, PrivateData, PublicData
+from mirrordp.training import sweep as sweeps
+from mirrordp.training.sweep import Run, run_state, train_sweep
 from tests import tools
 from tests.tools import last, mechanism
 

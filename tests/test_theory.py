@@ -9,9 +9,8 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from mirrordp import theory
-from mirrordp.accounting import Adjacency, UnsupportedError
-from mirrordp.mirror import EuclideanMap, QuadraticMap
+from mirrordp.mirror import EuclideanMap, QuadraticMap, theory
+from mirrordp.privacy.accounting import Adjacency, UnsupportedError
 
 DELTA = math.exp(-1)  # log(1/δ) = 1, so that only the powers of p remain
 

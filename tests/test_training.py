@@ -15,8 +15,8 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Ledger, Overlap, PrivateData, PublicData, UnprotectedWarning, train
-from mirrordp.clipping import frozen_mask
-from mirrordp.training import TrainStep, _run_passes
+from mirrordp.privacy.clipping import frozen_mask
+from mirrordp.training.central import TrainStep, _run_passes
 from tests import statistical, tools
 from tests.tools import last, mechanism, poisson, recorder, released_gradients, sgd
 
@@ -265,7 +265,7 @@ class TestAlphaZero:
         assert not with_gaps[[0, 2, 3]].any()
 
     def test_steps_beyond_the_mechanism_are_free_while_alpha_is_zero(self):
-        schedule = mirrordp.schedules.cosine(decay_steps=12)
+        schedule = mirrordp.updates.schedules.cosine(decay_steps=12)
         _, info = last(run(alpha=schedule, num_steps=30))
         assert (info.step, info.charged_steps) == (30, 12)
 

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from mirrordp import ExponentialAverage, UniformAverage, mix_public_gradient, schedules
+from mirrordp import ExponentialAverage, UniformAverage, mix_public_gradient
+from mirrordp.updates import schedules
 from tests.contracts.update import PARAMS, UpdateContract, assert_equal_bits, gradient
 
 UPDATES = [

@@ -13,10 +13,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 import mirrordp
-from mirrordp import Mechanism, PrivateData, PublicData, ghost
+from mirrordp import Mechanism, PrivateData, PublicData
 from mirrordp.data import excluded_rows
-from mirrordp.estimators import PrivateLinearRegression
-from mirrordp.federated import warm_start_clients
+from mirrordp.linear.estimators import PrivateLinearRegression
+from mirrordp.privacy import ghost
+from mirrordp.training.federated import warm_start_clients
 from tests import tools
 from tests.tools import mechanism, sgd
 

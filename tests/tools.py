@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp.accounting import DpEvent
+from mirrordp.privacy.accounting import DpEvent
 
 ROWS = 40
 FEATURES = 3

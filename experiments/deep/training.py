@@ -23,7 +23,7 @@ from experiments.deep import tasks
 from experiments.deep.settings import Settings, point_id
 from experiments.locks import locked
 from mirrordp import Accountant, Mechanism, PoissonSampling, PrivateData, PublicData
-from mirrordp.sweeps import Run, train_sweep
+from mirrordp.training.sweep import Run, train_sweep
 from mirrordp.types import Params
 
 NUM_EVALUATIONS = 20
@@ -97,8 +97,8 @@ def alpha(settings: Settings, num_private: int) -> float | Callable:
     if settings.algorithm != "pda":
         return 1.0
     if settings.decay_unit == "steps":
-        return mirrordp.schedules.cosine(decay_steps=settings.decay)
-    return mirrordp.schedules.cosine(
+        return mirrordp.updates.schedules.cosine(decay_steps=settings.decay)
+    return mirrordp.updates.schedules.cosine(
         decay_epochs=settings.decay, steps_per_epoch=num_private / settings.batch_size
     )
 

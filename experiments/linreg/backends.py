@@ -16,7 +16,7 @@ import scipy.sparse
 from dp_accounting import GaussianDpEvent
 
 from experiments.linreg.simulation import Trial
-from mirrordp import accounting
+from mirrordp.privacy import accounting
 
 
 @cache

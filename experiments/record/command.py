@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import datasets, records
-from experiments.record import data as images
-from experiments.record import pretraining, private
+from experiments.record import data as images, pretraining, private
 from experiments.record.network import WideResNet, num_parameters
 from experiments.record.settings import Settings, SettingsError, load
 from mirrordp.report import upwards

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import datasets
-from experiments.datasets import download
-from experiments.datasets import images as files
+from experiments.datasets import download, images as files
 from experiments.datasets.prepared import split_indices
 
 PARTS = ("public", "validation", "private")

@@ -43,15 +43,10 @@ from experiments.stackoverflow.data import (
     Prepared,
     prepare,
 )
-from mirrordp import (
-    Adjacency,
-    FixedSizeSampling,
-    Mechanism,
-    PoissonSampling,
-    federated,
-    schedules,
-)
-from mirrordp.training import randomness
+from mirrordp import Adjacency, FixedSizeSampling, Mechanism, PoissonSampling
+from mirrordp.training import federated
+from mirrordp.training.central import randomness
+from mirrordp.updates import schedules
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results" / "stackoverflow"
@@ -364,7 +359,7 @@ def run(task: Task, job: Job) -> records.Record:
 
 
 @functools.cache
-def _guarantee(made: Mechanism, rounds: int) -> mirrordp.accounting.Epsilon:
+def _guarantee(made: Mechanism, rounds: int) -> mirrordp.privacy.accounting.Epsilon:
     # The accounting of a thousand rounds takes seconds.
     return made.guarantee(DELTA, num_steps=rounds)
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from mirrordp import accounting
 from mirrordp._warn import warn
-from mirrordp.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.cli._common import (
     UsageError,
     add_adjacency,
@@ -23,6 +21,8 @@ from mirrordp.cli._common import (
     probability,
     sentence,
 )
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.report import upwards
 
 SAMPLINGS = ("poisson", "fixed", "full")

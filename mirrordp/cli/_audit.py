@@ -72,9 +72,9 @@ def _chosen(kind: Any, name: str) -> list[Any]:
 
 def _audit(arguments: argparse.Namespace) -> int:
     from mirrordp import auditing
-    from mirrordp.mechanism import Mechanism
+    from mirrordp.privacy.mechanism import Mechanism
+    from mirrordp.privacy.sampling import PoissonSampling
     from mirrordp.report import upwards
-    from mirrordp.sampling import PoissonSampling
 
     if arguments.canaries < 30:
         raise UsageError(

@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mirrordp import accounting
-from mirrordp.accounting import Adjacency
-from mirrordp.budget import Budget, BudgetStatus
 from mirrordp.cli._account import (
     MOST_STEPS,
     add_sampling_options,
@@ -28,8 +25,11 @@ from mirrordp.cli._common import (
     probability,
     table_errors,
 )
-from mirrordp.mechanism import UNITS
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.mechanism import UNITS
 from mirrordp.report import percent_upwards, upwards
+from mirrordp.spending.budget import Budget, BudgetStatus
 
 
 def add_budget_commands(commands: Any) -> None:

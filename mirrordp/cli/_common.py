@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from mirrordp._files import StorageError
-from mirrordp.accounting import Adjacency
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.spending.files import StorageError
 
 # A larger epsilon protects nothing.
 _LARGEST_TARGET = 1000.0

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mirrordp.cli._common import add_command
-from mirrordp.compare import Comparison
-from mirrordp.page import comparison_page, report_page
 from mirrordp.report import ReportError, RunReport, write_atomically
+from mirrordp.report.comparison import Comparison
+from mirrordp.report.page import comparison_page, report_page
 
 
 def add_report_commands(commands: Any) -> None:

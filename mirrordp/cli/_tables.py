@@ -10,16 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mirrordp import tabular
-from mirrordp._files import HAS_LOCKS
 from mirrordp._warn import warn
-from mirrordp.budget import Budget
-from mirrordp.checkpoint import (
-    Checkpoint,
-    checkpoint_files,
-    is_unfinished,
-    remove_checkpoints,
-)
 from mirrordp.cli._common import (
     UsageError,
     add_command,
@@ -34,9 +25,17 @@ from mirrordp.cli._common import (
     table_errors,
     told_on_interruption,
 )
+from mirrordp.privacy.secure import require_cryptography
 from mirrordp.report import NOT_FOR_RELEASE, RunReport, percent_upwards, upwards
-from mirrordp.secure import require_cryptography
-from mirrordp.tables import TASKS
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.files import HAS_LOCKS
+from mirrordp.tables import TASKS, fitting as tabular
+from mirrordp.training.checkpoint import (
+    Checkpoint,
+    checkpoint_files,
+    is_unfinished,
+    remove_checkpoints,
+)
 
 RUN_SUFFIX = ".run"
 _TABLE = "CSV or Parquet"

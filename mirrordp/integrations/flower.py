@@ -1,6 +1,6 @@
 """Federated training with user-level privacy on Flower: `pip install 'mirrordp[flower]'`.
 
-`PrivateStrategy` is the server's side of `mirrordp.federated` with Flower's messages in between.
+`PrivateStrategy` is the server's side of federated training, with Flower's messages in between.
 One node is one user. In every round the server
 
     charges ledger or budget;    draws the cohort with the mechanism's sampler;    sends θ to it;
@@ -52,26 +52,28 @@ except ImportError as error:
         "pip install 'mirrordp[flower]'."
     ) from error
 
-from mirrordp import _validate, accounting, schedules
-from mirrordp._books import Books, check_books
-from mirrordp.accounting import Adjacency, Epsilon
-from mirrordp.budget import Budget
-from mirrordp.clipping import merge, trainable_part
+from mirrordp import _validate
 from mirrordp.data import PublicClients, PublicData
-from mirrordp.federated import (
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency, Epsilon
+from mirrordp.privacy.clipping import merge, trainable_part
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PADDING, FixedSizeSampling, FullBatch
+from mirrordp.privacy.sums import ExactSum
+from mirrordp.report import RunReport, upwards
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Ledger
+from mirrordp.training.bookkeeping import Books, check_books
+from mirrordp.training.central import Unprivatized, check_charged_steps, randomness
+from mirrordp.training.federated import (
     ClientArrays,
     FederatedState,
     FederatedStep,
     clip_delta,
     local_update,
 )
-from mirrordp.ledger import Ledger
-from mirrordp.mechanism import Mechanism
-from mirrordp.report import RunReport, upwards
-from mirrordp.sampling import PADDING, FixedSizeSampling, FullBatch
-from mirrordp.sums import ExactSum
-from mirrordp.training import Unprivatized, check_charged_steps, randomness
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
+from mirrordp.updates import schedules
 
 ARRAYS, CONFIG = "arrays", "config"
 TICKET, CLIP_NORM, ROUND = "ticket", "clip-norm", "server-round"

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from mirrordp import _validate
-from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     MirrorMap,
@@ -24,6 +23,7 @@ from mirrordp.mirror.base import (
     rounded,
 )
 from mirrordp.mirror.projection import Ball, Constraint, WholeSpace
+from mirrordp.privacy._float64 import float64_call
 
 MAX_ITERATIONS = 50
 _SUFFICIENT_DECREASE = 1e-4

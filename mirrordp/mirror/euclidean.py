@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from mirrordp import _validate
-from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import Solution, as_vector, closed_form, rounded
 from mirrordp.mirror.projection import Ball, Constraint, WholeSpace
+from mirrordp.privacy._float64 import float64_call
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,6 @@ import scipy.linalg
 from jax.core import Tracer
 
 from mirrordp import _validate
-from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     Solution,
@@ -27,6 +26,7 @@ from mirrordp.mirror.base import (
     rounded,
 )
 from mirrordp.mirror.projection import Ball, Constraint, TheoremSet, WholeSpace
+from mirrordp.privacy._float64 import float64_call
 
 RELATIVE_RIDGE = 0.03
 """Default ridge over the median eigenvalue: the middle, in ratio, of 0.01 to 0.1, the range in

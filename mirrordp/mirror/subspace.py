@@ -15,7 +15,6 @@ import numpy as np
 import scipy.linalg
 
 from mirrordp import _validate
-from mirrordp._float64 import float64_call
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
     Solution,
@@ -28,6 +27,7 @@ from mirrordp.mirror.base import (
     rounded,
 )
 from mirrordp.mirror.projection import Ball, Constraint, WholeSpace
+from mirrordp.privacy._float64 import float64_call
 
 
 @jax.tree_util.register_dataclass

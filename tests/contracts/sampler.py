@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 
-from mirrordp.sampling import Sampling, passes
+from mirrordp.privacy.sampling import Sampling, passes
 
 
 def participation(sampler, rows: int, num_steps: int, seed=0) -> np.ndarray:

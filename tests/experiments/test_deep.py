@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 import mirrordp
-from experiments import __main__ as dispatcher
-from experiments import datasets, models
+from experiments import __main__ as dispatcher, datasets, models
 from experiments.deep import paper, results, run, sweep, tasks, training
 from experiments.deep.settings import (
     CONFIGS,
@@ -563,7 +562,7 @@ def test_the_warm_start_reads_public_data_only(augment, monkeypatch, made_up):
 
     def fake(loss_fn, params, public, **options):
         asked.update(options, loss_fn=loss_fn, params=params, public=public)
-        return mirrordp.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
+        return mirrordp.updates.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
 
     monkeypatch.setattr(mirrordp, "warm_start", fake)
     monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
@@ -1074,7 +1073,7 @@ def test_the_warm_start_is_averaged_as_the_settings_say(decay, average, monkeypa
 
     def fake(loss_fn, params, public, **options):
         asked.update(options)
-        return mirrordp.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
+        return mirrordp.updates.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
 
     monkeypatch.setattr(mirrordp, "warm_start", fake)
     data = training.Loaded.of(datasets.synthetic("emnist", num_private=64, num_public=16))

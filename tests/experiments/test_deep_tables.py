@@ -9,8 +9,7 @@ import re
 import pytest
 from matplotlib import image
 
-from experiments import __main__ as dispatcher
-from experiments import records, sections
+from experiments import __main__ as dispatcher, records, sections
 from experiments.deep import figures, paper, results, table
 from tests.experiments.deep_lines import SAMPLE, line
 

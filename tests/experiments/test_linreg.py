@@ -8,8 +8,7 @@ import pytest
 import scipy.stats
 from dp_accounting import gaussian_mechanism
 
-from experiments import __main__ as dispatcher
-from experiments import records
+from experiments import __main__ as dispatcher, records
 from experiments.linreg import command, report
 from experiments.linreg.backends import (
     Columns,

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import __main__ as dispatcher
-from experiments import datasets, records
+from experiments import __main__ as dispatcher, datasets, records
 from experiments.datasets import images as files
 from experiments.record import augmentation, command, data, pretraining, private
 from experiments.record.network import WideResNet, num_parameters, standardised
@@ -23,7 +22,7 @@ from experiments.record.settings import (
     SettingsError,
     load,
 )
-from mirrordp import ghost
+from mirrordp.privacy import ghost
 
 CONFIG = CONFIGS / "base.toml"
 SMALL = WideResNet(depth=10, width=1)

@@ -6,8 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import __main__ as dispatcher
-from experiments import records
+from experiments import __main__ as dispatcher, records
 from experiments.tabular import command, data, methods, report
 from mirrordp.tables import Table
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import models
-from mirrordp import clipping, ghost
+from mirrordp.privacy import clipping, ghost
 from tests.ghost.test_odd_programs import PROGRAMS
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mirrordp import clipping, ghost
+from mirrordp.privacy import clipping, ghost
 from tests.ghost.test_parity import relative_error
 from tests.ghost.zoo import normal
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp import clipping, ghost
+from mirrordp.privacy import clipping, ghost
 from tests.ghost.zoo import MODELS
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")

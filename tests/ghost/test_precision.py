@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp import clipping, ghost
-from mirrordp.ghost import _factors
+from mirrordp.privacy import clipping, ghost
+from mirrordp.privacy.ghost import _factors
 
 
 def bilinear(weight, example):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mirrordp import ghost
+from mirrordp.privacy import ghost
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")
 

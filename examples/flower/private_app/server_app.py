@@ -4,8 +4,9 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import mirrordp
-from mirrordp import federated, schedules
 from mirrordp.integrations import flower
+from mirrordp.training import federated
+from mirrordp.updates import schedules
 from private_app.task import PARAMS, accuracy, draw, loss_fn
 
 app = ServerApp()

@@ -1,0 +1,131 @@
+"""Convolutions as matrix products of patches, where those are faster. Values agree up to rounding.
+
+- Mapped over runs or clients, a convolution whose images and weights both differ becomes a grouped
+  one, for which compilers have slow programs. Patches times weights becomes a batch of matrix
+  products instead. On a GPU this pays where patches are small: on one H200, eight EMNIST networks
+  train 1.6 times as fast, four of the larger CIFAR-10 ones 1.14 times as slowly.
+- On the CPU, XLA's convolutions are slow inside a loop, and training is one: ten times and more for
+  the gradient of the weights.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from mirrordp.privacy._jaxprs import bind, called
+from mirrordp.types import LossFn
+
+SMALL = 2**15
+CALLS = {"jit", "pjit", "closed_call", "core_call"}
+
+
+def where_faster(loss_fn: LossFn, *, side_by_side: bool = False) -> LossFn:
+    """`loss_fn` for a training loop on the present backend.
+
+    Args:
+        loss_fn: a loss function.
+        side_by_side: whether networks with weights of their own are mapped over.
+    """
+    if jax.default_backend() == "cpu":
+        return as_products(loss_fn)
+    return as_products(loss_fn, SMALL) if side_by_side else loss_fn
+
+
+def as_products(loss_fn: LossFn, largest: int | None = None) -> LossFn:
+    """`loss_fn` with its ordinary convolutions computed as matrix products of patches.
+
+    Grouped convolutions, and those inside loops and custom derivatives, are left as they are.
+
+    Args:
+        loss_fn: a loss function.
+        largest: leave convolutions whose patches of one image hold more numbers than this.
+    """
+    try:
+        return _as_products(loss_fn, largest)
+    except TypeError:  # not hashable
+        return _as_products.__wrapped__(loss_fn, largest)
+
+
+# Kept, because compiled programs are found by the function that they were made of.
+@functools.lru_cache(maxsize=16)
+def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
+    @functools.wraps(loss_fn)
+    def same_loss(*arguments):
+        program, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
+        inputs = jax.tree.leaves(arguments)
+        outputs = _evaluate(program.jaxpr, program.consts, inputs, largest)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return same_loss
+
+
+def _evaluate(jaxpr, consts, inputs, largest: int | None) -> list[jax.Array]:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        if name in CALLS:
+            outputs = _evaluate(*called(eqn), operands, largest)
+        elif name == "conv_general_dilated" and _is_ordinary(eqn, largest):
+            outputs = [_product_of_patches(*operands, **eqn.params)]
+        else:
+            outputs = bind(eqn, operands)
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_ordinary(eqn, largest: int | None) -> bool:
+    if not eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
+        return False
+    _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
+    (result,), weights = eqn.outvars, eqn.invars[1]
+    if result.aval.size == 0:
+        return False
+    positions = math.prod(result.aval.shape[i] for i in out_spec[2:])
+    entries = weights.aval.size // max(1, weights.aval.shape[rhs_spec[0]])
+    return largest is None or positions * entries <= largest
+
+
+def _product_of_patches(
+    images, weights, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+    precision, preferred_element_type, **_,
+):  # fmt: skip
+    """`lax.conv_general_dilated` of one group: [n, out..., window·C] @ [window·C, N]."""
+    lhs_spec, rhs_spec, out_spec = dimension_numbers
+    images = images.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
+    weights = weights.transpose(*rhs_spec[2:], rhs_spec[1], rhs_spec[0])
+    window, channels = weights.shape[:-2], weights.shape[-2:]
+    config = [(low, high, by - 1) for (low, high), by in zip(padding, lhs_dilation, strict=True)]
+    padded = lax.pad(images, jnp.zeros([], images.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    out = tuple(
+        (size - (taps - 1) * dilation - 1) // stride + 1
+        for size, taps, dilation, stride in zip(
+            padded.shape[1:-1], window, rhs_dilation, window_strides, strict=True
+        )
+    )
+    patches = padded
+    for axis in reversed(range(len(window))):
+        stride, span = window_strides[axis], (out[axis] - 1) * window_strides[axis] + 1
+        starts = [i * rhs_dilation[axis] for i in range(window[axis])]
+        seen = [lax.slice_in_dim(patches, i, i + span, stride, axis=1 + axis) for i in starts]
+        # One axis after the other; merged into one stack, many shifts are slow on a GPU.
+        patches = lax.optimization_barrier(jnp.stack(seen, axis=1 + len(window)))
+    patches = patches.reshape(*patches.shape[: 1 + len(window)], -1)
+    product = jnp.matmul(
+        patches,
+        weights.reshape(math.prod(window) * channels[0], channels[1]),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    order = [out_spec.index(i) for i in range(len(out_spec))]
+    # The product's axes are n, out..., N; `out_spec` says where the result wants n, N, out... .
+    ours = [0, len(out_spec) - 1, *range(1, len(out_spec) - 1)]
+    return product.transpose([ours[i] for i in order])

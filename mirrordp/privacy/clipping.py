@@ -1,0 +1,397 @@
+"""The clipped sum: per-example gradients, each clipped to norm C, added up.
+
+    s(θ) = Σ_i clip(∇ℓ(θ; d_i), C),     clip(v, C) = v · min(1, C / ‖v‖₂)
+
+A record changes s by at most C (2C when it is replaced): `ClippedGrad.sensitivity` says so, and
+nobody derives it again. That is a statement about the numbers that are computed, not only about
+the formula: norms are taken in float64, factors are rounded down, and sums are exact
+(`mirrordp.privacy.sums`). Here every per-example gradient is formed, for any JAX function;
+`mirrordp.privacy.ghost` obeys the same contract without per-example gradients in memory.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from mirrordp import _validate
+from mirrordp.privacy import _isolation, sums
+from mirrordp.privacy._float64 import float64_call, wide_dtype
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.sums import ExactSum, float32_or_wider
+from mirrordp.types import Batch, LossFn, Params, PyTree
+
+
+class ClipStats(NamedTuple):
+    """Per-example quantities *without* noise: for the operator's eyes only."""
+
+    unprivatized_losses: jax.Array
+    unprivatized_norms: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedGrad:
+    """A callable that computes a clipped sum and knows its sensitivity.
+
+    Call it as `clipped(params, batch, is_padding)`, with `keys=` (one per example) if the loss
+    takes a random key. `with_stats` also returns each example's loss and gradient norm. Both return
+    floating-point numbers, to look at; noise is added to what `exact_sum` returns.
+
+    Formal guarantees, for every value of the arguments:
+
+    - Each example adds a tree of norm at most `l2_clip_norm`, which depends on this example, its
+      key and its place in the batch only. A loss with an operation that could see other examples,
+      such as a host callback, is refused with a ValueError when it is traced.
+    - Exact sums of two batches that differ in one row (one of them may have padding there) differ
+      by at most `l2_clip_norm`, or by twice as much where both rows are real, whatever the other
+      rows are and however many. Passes, microbatches and runs add up without rounding.
+    - A padding example adds exactly zero, and so does one whose gradient holds a NaN or an
+      infinity.
+    - The sum as floating-point numbers is float32, or wider where the parameters are.
+    - The microbatch size has no effect beyond rounding and the share of C that is left for it.
+
+    Attributes:
+        exact_sum: `(params, batch, is_padding, *, keys=None) -> (ExactSum, ClipStats)`.
+        l2_clip_norm: C.
+        takes_key: whether the loss takes a random key.
+    """
+
+    exact_sum: "Callable[..., Summed]"
+    l2_clip_norm: float
+    takes_key: bool
+
+    def with_stats(
+        self,
+        params: Params,
+        batch: Batch,
+        is_padding: jax.Array,
+        *,
+        keys: jax.Array | None = None,
+    ) -> tuple[PyTree, ClipStats]:
+        """The sum as floating-point numbers, and each example's loss and gradient norm."""
+        total, stats = self.exact_sum(params, batch, is_padding, keys=keys)
+        return total.floats(), stats
+
+    def __call__(
+        self,
+        params: Params,
+        batch: Batch,
+        is_padding: jax.Array,
+        *,
+        keys: jax.Array | None = None,
+    ) -> PyTree:
+        """The sum of clipped gradients over the examples that are not padding."""
+        return self.with_stats(params, batch, is_padding, keys=keys)[0]
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """The largest distance between the sums of neighbouring batches."""
+        _validate.instance_of(Adjacency, adjacency=adjacency)
+        return adjacency.distance * self.l2_clip_norm
+
+
+def takes_key(loss_fn: LossFn) -> bool:
+    """Whether `loss_fn` has a third required positional argument, the random key."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return len(required) == 3
+
+
+def with_key(loss_fn: LossFn) -> LossFn:
+    """`loss_fn` in the three-argument form, ignoring the key if it takes none."""
+    if takes_key(loss_fn):
+        return loss_fn
+    return lambda params, example, key: loss_fn(params, example)
+
+
+def example_of(arrays: Batch) -> PyTree:
+    """Shapes and types of one example."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        ),
+        arrays,
+    )
+
+
+def example_key() -> jax.Array:
+    """A key of the kind that a run hands to its loss, for tracing."""
+    return jax.random.key(0, impl="threefry2x32")
+
+
+def value_and_grad_program(
+    loss_fn: LossFn, params: Params, trainable: PyTree | None, example: PyTree, key: Any
+) -> core.ClosedJaxpr:
+    """The loss of one example as JAX traces it, plainly and with its gradient.
+
+    With its gradient custom rules are applied, and what they replace is not part of the program.
+    Ghost clipping differentiates with respect to something else, so it may run that instead.
+
+    Args:
+        loss_fn: a loss function, of two arguments or three.
+        params: the parameters, or their shapes.
+        trainable: as in `clipped_grad`.
+        example: shapes and types of one example.
+        key: a key, or its shape.
+
+    Returns:
+        A program whose outputs are the loss, one gradient for each trainable leaf, and the loss
+        once more, as it is without a gradient.
+    """
+
+    def loss_of_part(part: PyTree, rest: Params, example: PyTree, key: Any) -> jax.Array:
+        return with_key(loss_fn)(merge(part, rest), example, key)
+
+    def both(*args: Any) -> tuple[Any, jax.Array]:
+        return jax.value_and_grad(loss_of_part)(*args), loss_of_part(*args)
+
+    part = trainable_part(params, trainable)
+    return jax.make_jaxpr(both)(part, params, example, key)
+
+
+def check_isolated(
+    loss_fn: LossFn, params: Params, trainable: PyTree | None, batch: Batch, keys: Any
+) -> None:
+    """Raises if the loss or its gradient, mapped over a batch, could see other examples.
+
+    Args:
+        loss_fn: a loss function, of two arguments or three.
+        params: the parameters.
+        trainable: as in `clipped_grad`.
+        batch: arrays with an axis of examples first; only shapes and types matter.
+        keys: one for each example, or None.
+    """
+    key = example_key() if keys is None else example_of(keys)
+    program = value_and_grad_program(loss_fn, params, trainable, example_of(batch), key)
+    _isolation.check("the loss function", program)
+
+
+def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
+    """A hashable form of a tree (or prefix) of booleans over `params`, for static arguments."""
+    if trainable is None:
+        return None
+    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
+    return treedef, tuple(bool(leaf) for leaf in leaves)
+
+
+def thawed_mask(frozen: Any) -> PyTree | None:
+    """The tree of booleans that `frozen_mask` made hashable."""
+    return None if frozen is None else jax.tree.unflatten(*frozen)
+
+
+def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:
+    """`params` with its frozen leaves replaced by None, which JAX reads as "no leaf here".
+
+    Args:
+        params: all parameters.
+        trainable: a tree of booleans, or a prefix of one (a single boolean covers a subtree);
+            None means that everything is trainable.
+    """
+    if trainable is None:
+        return params
+    mask = jax.tree.broadcast(trainable, params)
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError("trainable must be True for at least one parameter, got none.")
+    return jax.tree.map(lambda leaf, keep: leaf if keep else None, params, mask)
+
+
+def merge(part: PyTree, params: Params) -> Params:
+    """`params` with the leaves that `part` holds put in their place."""
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, part, params, is_leaf=lambda x: x is None
+    )
+
+
+def check_trainable(part: PyTree) -> None:
+    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"trainable parameters must be floating point, got {leaf.dtype} at "
+                f"params{jax.tree_util.keystr(path)}. Keep random keys and counters out "
+                "of params (nnx.split(model, nnx.Param, ...)), or freeze them with trainable=."
+            )
+
+
+def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
+    """The clipped sum over nobody."""
+    part = trainable_part(params, trainable)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, float32_or_wider(leaf)), part)
+
+
+def clipped_grad(
+    loss_fn: LossFn,
+    *,
+    l2_clip_norm: float,
+    trainable: PyTree | None = None,
+    microbatch_size: int | None = None,
+) -> ClippedGrad:
+    """The sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
+
+    >>> import jax.numpy as jnp
+    >>> squared_error = lambda theta, x: 0.5 * (theta - x) ** 2
+    >>> clipped = clipped_grad(squared_error, l2_clip_norm=2.0)
+    >>> float(clipped(3.0, jnp.array([0.0, 7.0, 2.0]), jnp.array([False, False, True])))
+    0.0
+    >>> clipped.sensitivity(Adjacency.REPLACE)
+    4.0
+
+    Args:
+        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
+        l2_clip_norm: C.
+        trainable: a tree of booleans over the parameters (or a prefix of it); gradients are taken,
+            clipped and returned for the true leaves only, with None in place of the others.
+        microbatch_size: compute per-example gradients for so many examples at a time; only memory
+            changes.
+
+    Returns:
+        A `ClippedGrad`.
+    """
+    sums.check_clip_norm(l2_clip_norm)
+    if microbatch_size is not None:
+        _validate.positive_integer(microbatch_size=microbatch_size)
+    keyed_loss = with_key(loss_fn)
+
+    def with_padding(params: Params, rows: PyTree, is_padding: jax.Array) -> Summed:
+        batch, keys = rows
+        part = trainable_part(params, trainable)
+        jax.tree.map(sums.require_real, part)
+
+        def loss_of(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
+            return keyed_loss(merge(part, params), example, key)
+
+        losses, grads = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0))(part, batch, keys)
+        # The norm is that of the very numbers that are summed: nothing is computed twice.
+        grads = lax.optimization_barrier(grads)
+        leaves = jax.tree.leaves(grads)
+        dtype = jnp.result_type(jnp.float32, *leaves)
+        factors, norms = clip_factors(
+            [squared_norm(leaf) for leaf in leaves], is_padding, l2_clip_norm, dtype
+        )
+        clipped = jax.tree.map(lambda leaf: scaled(leaf, factors), grads)
+        return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
+
+    def exact_sum(
+        params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
+    ) -> Summed:
+        keys = checked_keys(loss_fn, keys, is_padding.shape[0])
+        check_isolated(loss_fn, params, trainable, batch, keys)
+        run = functools.partial(with_padding, params)
+        return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
+
+    return ClippedGrad(exact_sum, float(l2_clip_norm), takes_key(loss_fn))
+
+
+class Summed(NamedTuple):
+    """What `ClippedGrad.exact_sum` returns."""
+
+    total: ExactSum
+    stats: ClipStats
+
+
+def checked_keys(loss_fn: LossFn, keys: jax.Array | None, count: int) -> jax.Array:
+    """`keys`, or placeholders for a loss that takes none."""
+    if keys is not None:
+        return keys
+    if takes_key(loss_fn):
+        raise TypeError(
+            "the loss function takes a random key, so the clipped gradient needs keys=, "
+            "one per example. Pass jax.random.split(key, batch_size)."
+        )
+    return jnp.zeros(count)
+
+
+def squared_norm(array: jax.Array) -> jax.Array:
+    """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
+
+    def sum_of_squares(array):
+        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+        squares = [lax.convert_element_type(part, wide_dtype()) ** 2 for part in parts]
+        return functools.reduce(jnp.add, squares).sum(axis=tuple(range(1, array.ndim)))
+
+    return float64_call(sum_of_squares, array)
+
+
+def clip_factors(
+    norms_squared: Sequence[jax.Array],
+    is_padding: jax.Array,
+    l2_clip_norm: jax.typing.ArrayLike,
+    dtype: Any,
+    *,
+    reserve: float | None = None,
+    taken: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖; zero where that is no number.
+
+    Padding has factor zero, and so has an example whose norm is not finite. The factors are
+    rounded down.
+
+    Args:
+        norms_squared: terms of ‖g_i‖², each of shape [B].
+        is_padding: which examples do not count.
+        l2_clip_norm: C; may be traced.
+        dtype: of the factors.
+        reserve: the share of C that the rounding of the sum may need; `sums.RESERVE` by default.
+        taken: what else an example may add to the sum, each of shape [B].
+    """
+
+    def compute(norms_squared, taken, is_padding, traced):
+        norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
+        # A number becomes float64 here: as a float32 it might be rounded up.
+        limit = jnp.asarray(traced[0] if traced else l2_clip_norm, norms.dtype)
+        room = limit * (1 - (sums.RESERVE if reserve is None else reserve))
+        room = functools.reduce(jnp.subtract, taken, jnp.broadcast_to(room, norms.shape))
+        usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
+        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
+        factors = lax.convert_element_type(exact, dtype)
+        # A subnormal factor has few bits: rounded up it would add more than 1e-6.
+        too_large = lax.convert_element_type(factors, exact.dtype) > exact
+        factors = jnp.where(too_large, jnp.nextafter(factors, 0), factors)
+        return factors, lax.convert_element_type(norms, dtype)
+
+    if not norms_squared:
+        return jnp.zeros(is_padding.shape, dtype), jnp.zeros(is_padding.shape, dtype)
+    traced = [l2_clip_norm] if isinstance(l2_clip_norm, jax.Array) else []
+    return float64_call(compute, list(norms_squared), list(taken), is_padding, traced)
+
+
+def scaled(array: jax.Array, weights: jax.Array) -> jax.Array:
+    """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
+    array = array.astype(float32_or_wider(array))
+    weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
+
+
+def in_microbatches(
+    run: Callable[[PyTree, jax.Array], Summed],
+    rows: PyTree,
+    is_padding: jax.Array,
+    size: int | None,
+) -> Summed:
+    """Runs all rows at once, or `size` at a time with the sums added up."""
+    count = is_padding.shape[0]
+    if size is None or size >= count:
+        return run(rows, is_padding)
+    extra = -count % size
+    index = np.concatenate([np.arange(count), np.zeros(extra, int)])
+    blocks = jax.tree.map(lambda row: row[index].reshape(-1, size, *row.shape[1:]), rows)
+    padding = jnp.concatenate([is_padding, jnp.ones(extra, bool)]).reshape(-1, size)
+
+    def step(total, block):
+        found = run(*block)
+        return total + found.total, found.stats
+
+    shapes = jax.eval_shape(run, *jax.tree.map(lambda block: block[0], (blocks, padding))).total
+    zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    total, stats = lax.scan(step, zero, (blocks, padding))
+    return Summed(total, jax.tree.map(lambda stat: stat.reshape(-1)[:count], stats))

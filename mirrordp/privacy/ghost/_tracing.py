@@ -1,0 +1,572 @@
+"""Reads a loss function's jaxpr and finds where parameters meet data.
+
+The loss of *one* example is traced to a jaxpr, and every value in it is one of three kinds:
+
+    CONST   depends on neither the trainable parameters (unless no gradient passes, as through
+            `stop_gradient` and comparisons) nor the example
+    PARAM   depends on trainable parameters only
+    BATCH   depends on the example (and perhaps on parameters)
+
+An equation that takes a PARAM and a BATCH operand is a *site*. A zero probe is added to each of its
+results. Under `vmap` over examples, one backward pass with respect to the probes yields every
+site's cotangent, example by example; from those and the BATCH operands everything else follows:
+
+    ∂ℓ_i/∂θ = Σ_sites (∂W/∂θ)ᵀ (∂site/∂W)ᵀ δ_i,        W(θ) the site's PARAM operand.
+
+The jaxpr is interpreted three times, always in the same order, so that sites can be counted off:
+to find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and
+to compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop;
+so do PARAM operands where a scan goes over parameters, as with stacked layers.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from mirrordp.privacy._jaxprs import bind, called
+
+INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+SHIFTS = {"add": 1, "add_any": 1, "sub": -1}
+
+
+class Kind(enum.Enum):
+    """What a value depends on."""
+
+    CONST = 0
+    PARAM = 1
+    BATCH = 2
+
+
+class View(NamedTuple):
+    """A PARAM value that holds exactly the entries of one parameter leaf, rearranged.
+
+    `layout` names the arrangement: equal layouts of one leaf are equal arrays. Where it is a pure
+    permutation of axes, `axes` gives the leaf's axis for each axis of the value (None for an axis
+    of size one that was inserted). `stacked` gives the leaf's axes that loops go over, outermost
+    loop first; the value is then what one iteration sees.
+    """
+
+    leaf: int
+    layout: tuple
+    axes: tuple[int | None, ...] | None
+    stacked: tuple[int, ...] = ()
+
+    def rearranged(self, leaf: jax.Array) -> jax.Array:
+        """The value that this is a view of, all iterations of loops [*stacked, ...], never cast."""
+        _, axes, _, *steps = self.layout
+        named = [axis for axis in axes if axis is not None]
+        # Axes of the leaf that are not named have size one.
+        order = [*self.stacked, *named]
+        order += [axis for axis in range(leaf.ndim) if axis not in order]
+        stacks = [leaf.shape[axis] for axis in self.stacked]
+        shape = [1 if axis is None else leaf.shape[axis] for axis in axes]
+        value = leaf.transpose(order).reshape(*stacks, *shape)
+        for name, detail in steps:
+            if name == "transpose":
+                first = len(stacks)
+                value = value.transpose(*range(first), *(first + axis for axis in detail))
+            else:
+                value = value.reshape(*stacks, *detail)
+        return value
+
+    def restored(self, gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The leaf's gradient from that of the value: `rearranged`, transposed."""
+        leaf = jax.ShapeDtypeStruct(shape, gradient.dtype)
+        return jax.linear_transpose(self.rearranged, leaf)(gradient)[0]
+
+
+class Value(NamedTuple):
+    """A value in the interpretation.
+
+    Attributes:
+        kind: what it depends on; what has no gradient with respect to parameters is a CONST.
+        value: itself; None where it is not computed.
+        view: of a PARAM value, if it is a rearranged leaf.
+        leaves: that a PARAM value depends on.
+        varies: the enclosing loops (0 is the outermost) whose iterations see different PARAMs.
+    """
+
+    kind: Kind
+    value: Any
+    view: View | None = None
+    leaves: frozenset[int] = frozenset()
+    varies: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place where parameters meet data.
+
+    Attributes:
+        name: the primitive's name, or "lift" where a PARAM becomes a loop's first carry or is what
+            an iteration returns.
+        params: the primitive's parameters.
+        apply: `apply(param_operands, other_operands) -> list of outputs` for one example and one
+            loop iteration; only the outputs that carry gradients.
+        views: of each PARAM operand, its View or None.
+        leaves: the parameter leaves that the PARAM operands depend on.
+        param_positions: which operands of the equation are PARAM.
+        param_shapes: shape and dtype of each PARAM operand, without loop axes.
+        loops: lengths of the enclosing scans, outermost first.
+        varies: for each PARAM operand and loop, whether iterations see different parameters; the
+            operand then has an axis for that loop.
+        out_shapes: shape and dtype of the outputs, without loop axes.
+        captures: which operands are captured for use after the backward pass.
+    """
+
+    name: str
+    params: dict[str, Any]
+    apply: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    views: tuple[View | None, ...]
+    leaves: frozenset[int]
+    param_positions: tuple[int, ...]
+    param_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    loops: tuple[int, ...]
+    varies: tuple[tuple[bool, ...], ...]
+    out_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    captures: tuple[int, ...]
+
+    def applied(self) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+        """`apply` over the loop axes."""
+        fun = self.apply
+        for depth in reversed(range(len(self.loops))):
+            axes = [0 if varies[depth] else None for varies in self.varies]
+            fun = jax.vmap(fun, in_axes=(axes, 0), out_axes=0, axis_size=self.loops[depth])
+        return fun
+
+    def probe_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the probes for one example."""
+        return tuple(
+            jax.ShapeDtypeStruct(self.loops + out.shape, out.dtype) for out in self.out_shapes
+        )
+
+
+class UnrecognisedError(Exception):
+    """The loss cannot be split into sites; per-example gradients must be taken of all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced loss: its jaxpr, which inputs are trainable leaves, and its sites.
+
+    Inputs of the jaxpr are the trainable leaves, then the other inputs, in order.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    num_leaves: int
+    num_constants: int
+    sites: tuple[Site, ...]
+
+    def operands(self, leaves: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list:
+        """The PARAM operands of every site, as a differentiable function of the leaves."""
+        run = _Interpreter(mode=_Mode.OPERANDS)
+        run.program(self, leaves, constants, [None] * self._num_batch)
+        return [list(operands) for operands in run.operands]
+
+    def forward(
+        self,
+        leaves: Sequence[jax.Array],
+        constants: Sequence[jax.Array],
+        example: Sequence[jax.Array],
+        probes: Sequence[Sequence[jax.Array]],
+    ) -> tuple[jax.Array, list]:
+        """The loss of one example with probes added, and each site's captured operands."""
+        run = _Interpreter(mode=_Mode.FORWARD, probes=probes)
+        loss = run.program(self, leaves, constants, example)
+        return loss.value, run.captured
+
+    @property
+    def _num_batch(self) -> int:
+        return len(self.jaxpr.jaxpr.invars) - self.num_leaves - self.num_constants
+
+
+def trace(
+    loss: Callable[..., jax.Array],
+    leaves: Sequence[Any],
+    constants: Sequence[Any],
+    example: Sequence[Any],
+) -> Program:
+    """Traces `loss(*leaves, *constants, *example)`, of one example, and finds its sites."""
+    jaxpr = jax.make_jaxpr(loss)(*leaves, *constants, *example)
+    # The oracle, which is asked instead, says best what is wrong with these.
+    if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves):
+        raise UnrecognisedError("there are trainable parameters that are not floats")
+    if [(out.shape, jnp.issubdtype(out.dtype, jnp.floating)) for out in jaxpr.out_avals] != [
+        ((), True)
+    ]:
+        raise UnrecognisedError("the loss is not one real number")
+    program = Program(jaxpr, len(leaves), len(constants), ())
+    run = _Interpreter(mode=_Mode.OPERANDS)
+
+    def record(leaves, constants):
+        result = run.program(program, leaves, constants, [None] * len(example))
+        if result.kind is not Kind.BATCH:
+            raise UnrecognisedError("the loss does not depend on the example")
+        return ()
+
+    jax.eval_shape(record, leaves, constants)
+    return dataclasses.replace(program, sites=tuple(run.sites))
+
+
+class _Mode(enum.Enum):
+    OPERANDS = 0
+    FORWARD = 1
+
+
+class _Interpreter:
+    """One walk over a program; see the module's docstring for the two modes."""
+
+    def __init__(self, mode: _Mode, probes: Sequence[Sequence[jax.Array]] = ()):
+        self.mode = mode
+        self.probes = probes
+        self.sites: list[Site] = []
+        self.operands: list[tuple] = []
+        self.captured: list[tuple] = []
+        self.loops: tuple[int, ...] = ()
+
+    def program(self, program: Program, leaves, constants, example) -> Value:
+        inputs = [
+            *(
+                Value(
+                    Kind.PARAM,
+                    leaf,
+                    _whole_leaf(number, jnp.ndim(leaf)),
+                    frozenset([number]),
+                )
+                for number, leaf in enumerate(leaves)
+            ),
+            *(Value(Kind.CONST, constant) for constant in constants),
+            *(Value(Kind.BATCH, part) for part in example),
+        ]
+        consts = [Value(Kind.CONST, const) for const in program.jaxpr.consts]
+        (loss,) = self.jaxpr(program.jaxpr.jaxpr, consts, inputs)
+        return loss
+
+    def jaxpr(self, jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+        def read(atom) -> Value:
+            if isinstance(atom, core.Literal):
+                return Value(Kind.CONST, atom.val)
+            return environment[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            environment.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn, inputs: list[Value]) -> list[Value]:
+        kinds = {value.kind for value in inputs}
+        name = eqn.primitive.name
+        if Kind.PARAM not in kinds:
+            kind = Kind.BATCH if Kind.BATCH in kinds else Kind.CONST
+            return self.plain(eqn, inputs, kind)
+        if name in INLINED:
+            inner, consts = called(eqn)
+            return self.jaxpr(inner, [Value(Kind.CONST, const) for const in consts], inputs)
+        if Kind.BATCH not in kinds:
+            return self.plain(eqn, inputs, Kind.PARAM)
+        if name == "scan":
+            return self.scan(eqn, inputs)
+        if name in ("while", "cond") and _holds_while(eqn):
+            # It has no transpose, and only the whole loss knows whether one is needed.
+            raise UnrecognisedError("a while loop takes both parameters and data")
+        return self.site(eqn, inputs)
+
+    def plain(self, eqn, inputs: list[Value], kind: Kind) -> list[Value]:
+        """An equation that is no site: just evaluated, unless its inputs are unknown here."""
+        leaves = frozenset().union(*(value.leaves for value in inputs))
+        varies = frozenset().union(*(value.varies for value in inputs))
+        if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
+            return [Value(Kind.BATCH, None) for _ in eqn.outvars]
+        outputs = bind(eqn, [value.value for value in inputs])
+        view = None
+        if kind is Kind.PARAM and len(inputs) == len(outputs) == 1:
+            view = _view_after(eqn, inputs[0].view)
+        return [
+            Value(Kind.PARAM, output, view, leaves, varies)
+            if kind is Kind.PARAM and _carries_gradients(eqn, var)
+            # Constants that were parameters may differ between the iterations of a loop.
+            else Value(Kind.CONST if kind is Kind.PARAM else kind, output, varies=varies)
+            for var, output in zip(eqn.outvars, outputs, strict=True)
+        ]
+
+    def site(self, eqn, inputs: list[Value]) -> list[Value]:
+        positions = tuple(i for i, v in enumerate(inputs) if v.kind is Kind.PARAM)
+        wanted = tuple(
+            i for i, var in enumerate(eqn.outvars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        )
+        shift = SHIFTS.get(eqn.primitive.name)
+
+        def apply(params: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            if shift is not None:
+                # d(x + w)/dw does not need x.
+                signed = params[0] if positions[0] == 0 or shift > 0 else -params[0]
+                return [jnp.broadcast_to(signed, eqn.outvars[0].aval.shape)]
+            params_iter, others_iter = iter(params), iter(others)
+            operands = [
+                next(params_iter) if i in positions else next(others_iter)
+                for i in range(len(eqn.invars))
+            ]
+            outputs = bind(eqn, operands)
+            return [outputs[i] for i in wanted]
+
+        others = tuple(i for i in range(len(inputs)) if i not in positions)
+        return self._meet(
+            name=eqn.primitive.name,
+            params=eqn.params,
+            apply=apply,
+            inputs=inputs,
+            positions=positions,
+            captures=() if shift is not None else others,
+            evaluate=lambda values: bind(eqn, values),
+            out_avals=[var.aval for var in eqn.outvars],
+            wanted=wanted,
+        )
+
+    def lift(self, value: Value) -> Value:
+        """Makes a PARAM value a BATCH one: a site whose only operand is the parameter."""
+        aval = jax.typeof(value.value)
+        (lifted,) = self._meet(
+            name="lift",
+            params={},
+            apply=lambda params, others: [params[0]],
+            inputs=[value],
+            positions=(0,),
+            captures=(),
+            evaluate=lambda values: [values[0]],
+            out_avals=[aval],
+            wanted=(0,) if jnp.issubdtype(aval.dtype, jnp.inexact) else (),
+        )
+        return lifted
+
+    def lifted(self, values: Sequence[Value]) -> list[Value]:
+        """What enters or leaves the body of a loop: its PARAM values as BATCH ones."""
+        return [self.lift(value) if value.kind is Kind.PARAM else value for value in values]
+
+    def _meet(
+        self, *, name, params, apply, inputs, positions, captures, evaluate, out_avals, wanted
+    ) -> list[Value]:
+        if self.mode is _Mode.OPERANDS:
+            given = [inputs[i] for i in positions]
+            self.operands.append(tuple(v.value for v in given))
+            self.sites.append(
+                Site(
+                    name=name,
+                    params=params,
+                    apply=apply,
+                    views=tuple(v.view for v in given),
+                    leaves=frozenset().union(*(v.leaves for v in given)),
+                    param_positions=positions,
+                    param_shapes=tuple(_shape(v.value) for v in given),
+                    loops=self.loops,
+                    varies=tuple(
+                        tuple(depth in v.varies for depth in range(len(self.loops))) for v in given
+                    ),
+                    out_shapes=tuple(
+                        jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in wanted
+                    ),
+                    captures=captures,
+                )
+            )
+            return [Value(Kind.BATCH, None) for _ in out_avals]
+        number = len(self.captured)
+        values = [value.value for value in inputs]
+        self.captured.append(tuple(values[i] for i in captures))
+        outputs = list(evaluate(values))
+        for i, probe in zip(wanted, self.probes[number], strict=True):
+            outputs[i] = outputs[i] + probe
+        return [Value(Kind.BATCH, output) for output in outputs]
+
+    def scan(self, eqn, inputs: list[Value]) -> list[Value]:
+        """A loop with parameters among its constants or what it goes over.
+
+        There are sites inside it, probed at every iteration.
+        """
+        num_consts, num_carry = _scan_arity(eqn)
+        length, body = eqn.params["length"], eqn.params["jaxpr"]
+        consts = inputs[:num_consts]
+        carry = self.lifted(inputs[num_consts : num_consts + num_carry])
+        rest = [
+            value if value.kind is Kind.PARAM else value._replace(kind=Kind.BATCH)
+            for value in inputs[num_consts + num_carry :]
+        ]
+        if self.mode is _Mode.OPERANDS:
+            sites, operands = _sites_of_body(body, consts, num_carry, rest, (*self.loops, length))
+            self.sites += sites
+            self.operands += operands
+            return [Value(Kind.BATCH, None) for _ in eqn.outvars]
+
+        first = len(self.captured)
+        num_sites = _count_sites(body, consts, num_carry, rest, length)
+        probes = [list(p) for p in self.probes[first : first + num_sites]]
+        body_consts = [Value(Kind.CONST, const) for const in body.consts]
+
+        def step(state, inputs):
+            xs, probes = inputs
+            inner = _Interpreter(_Mode.FORWARD, probes)
+            values = [Value(Kind.BATCH, value) for value in state]
+            values += [Value(of.kind, value) for of, value in zip(rest, xs, strict=True)]
+            outputs = inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *values]))
+            outputs = [output.value for output in outputs]
+            return outputs[:num_carry], (outputs[num_carry:], inner.captured)
+
+        state, (stacked, captured) = jax.lax.scan(
+            step,
+            [jnp.asarray(value.value) for value in carry],
+            ([value.value for value in rest], probes),
+            length=length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        self.captured.extend(captured)
+        return [Value(Kind.BATCH, value) for value in [*state, *stacked]]
+
+
+def _holds_while(eqn) -> bool:
+    if eqn.primitive.name == "while":
+        return True
+    inner = core.jaxprs_in_params(eqn.params)
+    return any(_holds_while(part) for jaxpr in inner for part in jaxpr.eqns)
+
+
+def _carries_gradients(eqn, output) -> bool:
+    return eqn.primitive.name != "stop_gradient" and jnp.issubdtype(output.aval.dtype, jnp.inexact)
+
+
+def _scan_arity(eqn) -> tuple[int, int]:
+    """The number of constants and of carried values among a scan's operands."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # From JAX 0.11 on a scan's operands are grouped by a tree instead.
+    consts, carry, _ = eqn.params["ft_in"].update(list(eqn.invars)).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def _sites_of_body(
+    body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], loops: tuple[int, ...]
+) -> tuple[list[Site], list[tuple]]:
+    """The sites inside a loop and their PARAM operands, which are computed outside of it.
+
+    A PARAM in the body is the same in all iterations, or a function of slices of what the loop goes
+    over; in the second case the operand gets a leading axis, that of the loop.
+    """
+    inner = _Interpreter(_Mode.OPERANDS)
+    inner.loops = loops
+    depth = len(loops) - 1
+    body_consts = [Value(Kind.CONST, const) for const in body.consts]
+    over = [value for value in rest if value.kind is Kind.PARAM]
+    varies: list[list[bool]] = []
+
+    def one_iteration(slices):
+        remaining = iter(slices)
+        inputs = [
+            Value(
+                Kind.PARAM,
+                next(remaining),
+                _sliced(value.view),
+                value.leaves,
+                value.varies | {depth},
+            )
+            if value.kind is Kind.PARAM
+            else Value(Kind.BATCH, None)
+            for value in rest
+        ]
+        unknown = [Value(Kind.BATCH, None)] * num_carry
+        inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *unknown, *inputs]))
+        varies.extend([of[depth] for of in site.varies] for site in inner.sites)
+        return inner.operands
+
+    if not over:
+        return inner.sites, one_iteration([])
+    operands = jax.vmap(one_iteration, axis_size=loops[-1])([value.value for value in over])
+    operands = [
+        tuple(value if differs else value[0] for value, differs in zip(values, differ, strict=True))
+        for values, differ in zip(operands, varies, strict=True)
+    ]
+    return inner.sites, operands
+
+
+def _sliced(view: View | None) -> View | None:
+    """The view of one slice along the first axis, where a loop goes over a PARAM value."""
+    if view is None or view.axes is None or view.axes[0] is None:
+        return None
+    stacked, axes = (*view.stacked, view.axes[0]), view.axes[1:]
+    return View(view.leaf, ("axes", axes, stacked), axes, stacked)
+
+
+def _count_sites(
+    body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], length: int
+) -> int:
+    """The number of sites in a loop's body, found by walking it once more without values."""
+    known = [*consts, *(value for value in rest if value.kind is Kind.PARAM)]
+    found = []
+
+    def record(values):
+        given = iter(values)
+        consts_now = [value._replace(value=next(given)) for value in consts]
+        rest_now = [
+            value._replace(value=next(given)) if value.kind is Kind.PARAM else value
+            for value in rest
+        ]
+        found.extend(_sites_of_body(body, consts_now, num_carry, rest_now, (length,))[0])
+        return ()
+
+    jax.eval_shape(record, [value.value for value in known])
+    return len(found)
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+def _whole_leaf(number: int, ndim: int) -> View:
+    axes = tuple(range(ndim))
+    return View(number, ("axes", axes, ()), axes)
+
+
+def _view_after(eqn, view: View | None) -> View | None:
+    """The view after an equation that only rearranges entries; None after any other."""
+    if view is None:
+        return None
+    name, axes = eqn.primitive.name, view.axes
+    (out,) = eqn.outvars
+    match name:
+        case "transpose":
+            order = eqn.params["permutation"]
+            new = None if axes is None else tuple(axes[i] for i in order)
+            step = (name, tuple(order))
+        case "squeeze":
+            dropped = eqn.params["dimensions"]
+            new = (
+                None
+                if axes is None
+                else tuple(axis for i, axis in enumerate(axes) if i not in dropped)
+            )
+            step = ("reshape", tuple(out.aval.shape))
+        case "expand_dims" | "broadcast_in_dim" | "reshape":
+            shape = tuple(out.aval.shape)
+            if out.aval.size != eqn.invars[0].aval.size:
+                return None
+            new = None
+            step = ("reshape", shape)
+            if name == "broadcast_in_dim" and axes is not None:
+                kept = eqn.params["broadcast_dimensions"]
+                new = tuple(axes[kept.index(i)] if i in kept else None for i in range(len(shape)))
+            elif tuple(eqn.invars[0].aval.shape) == shape:
+                return view
+        case "convert_element_type" | "copy" | "copy_p" | "reduce_precision":
+            if not jnp.issubdtype(out.aval.dtype, jnp.floating):
+                return None
+            return view
+        case _:
+            return None
+    if new is not None:
+        # Pure permutations are named by where they end up, however they got there.
+        return View(view.leaf, ("axes", new, view.stacked), new, view.stacked)
+    return View(view.leaf, (*view.layout, step), None, view.stacked)

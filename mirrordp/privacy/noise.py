@@ -1,0 +1,372 @@
+"""Gaussian noise for the clipped sum: independent, correlated over steps, or secure.
+
+The first two are thin over jax_privacy's privatizers: optax transformations that add noise to the
+clipped sum, drawn in float32 or wider from a key that has no default. `SecureGaussianNoise` adds
+integers from a cryptographic generator. `stddev` is always noise_multiplier · C, the noise on the
+*sum*, before any division.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import io_callback
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import toeplitz
+
+from mirrordp import _validate
+from mirrordp.privacy._float64 import float64_call
+from mirrordp.privacy.clipping import trainable_part
+from mirrordp.privacy.secure import SecureRandom, require_cryptography
+from mirrordp.privacy.sums import ExactSum, float32_or_wider
+from mirrordp.types import Params, PyTree
+
+
+@runtime_checkable
+class Noise(Protocol):
+    """A way to add noise of a given scale to a stream of sums."""
+
+    @property
+    def num_bands(self) -> int:
+        """Over how many neighbouring steps noise is correlated; 1 is independent noise."""
+        ...
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise over the distance of neighbouring sums that the accountant is told of."""
+        ...
+
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+        """The transformation that adds the noise; its state holds the key, so keep it secret.
+
+        Its `update` takes an `ExactSum`, or a tree of floating-point sums, and returns a tree of
+        floating-point numbers. With `weight=`, a public constant in [0, 1] (or a prefix tree of
+        such), the sum is multiplied by it first. Sum and noise are added in float64 and rounded
+        once, after that: a large sum does not swallow noise.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianNoise:
+    """Independent N(0, stddev²) in every coordinate of every step."""
+
+    @property
+    def num_bands(self) -> int:
+        """1: steps are independent."""
+        return 1
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise multiplier itself: the sum is not altered before the noise."""
+        del l2_clip_norm
+        return noise_multiplier
+
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+        """Adds fresh Gaussian noise to each sum."""
+        return _with_full_tails(
+            lambda stddev, key: noise_addition.gaussian_privatizer(
+                stddev=stddev, prng_key=key, dtype=_noise_dtype()
+            ),
+            stddev,
+            key,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BandedNoise:
+    """Noise C⁻¹z that is correlated over steps, for a banded Toeplitz strategy matrix C.
+
+    Negatively correlated noise partly cancels in the sum over steps that training computes. The
+    guarantee is that of z alone if a record takes part at most once in any `num_bands` consecutive
+    steps: use `CyclicPoissonSampling` with at least as many groups.
+
+    Args:
+        coefficients: the first column of C: c_0 > 0, c_1, ..., one per band.
+    """
+
+    coefficients: tuple[float, ...]
+
+    def __post_init__(self):
+        if len(self.coefficients) == 0 or not np.all(np.isfinite(self.coefficients)):
+            raise ValueError(
+                f"coefficients must be finite numbers, at least one, got {self.coefficients!r}. "
+                "BandedNoise.optimal(num_steps, num_bands) computes good ones."
+            )
+        _validate.positive(coefficients_0=self.coefficients[0])
+        object.__setattr__(self, "coefficients", tuple(float(c) for c in self.coefficients))
+
+    @classmethod
+    def optimal(cls, num_steps: int, num_bands: int) -> "BandedNoise":
+        """The coefficients with the least mean squared error of prefix sums (BandMF)."""
+        _validate.positive_integer(num_steps=num_steps, num_bands=num_bands)
+        if num_bands > num_steps:
+            raise ValueError(f"num_bands must be at most num_steps={num_steps}, got {num_bands}.")
+        found = toeplitz.optimize_banded_toeplitz(n=num_steps, bands=num_bands)
+        return cls(tuple(float(c) for c in found))
+
+    @property
+    def num_bands(self) -> int:
+        """The number of bands of C."""
+        return len(self.coefficients)
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """The noise multiplier itself: the sum is not altered before the noise."""
+        del l2_clip_norm
+        return noise_multiplier
+
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+        """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
+        return _with_full_tails(
+            lambda stddev, key: noise_addition.matrix_factorization_privatizer(
+                toeplitz.inverse_as_streaming_matrix(jnp.asarray(self.coefficients)),
+                stddev=stddev,
+                prng_key=key,
+                dtype=_noise_dtype(),
+            ),
+            stddev * math.hypot(*self.coefficients),
+            key,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecureGaussianNoise:
+    """Independent Gaussian noise from a cryptographic generator, on a lattice, in integers.
+
+    With g = 2^(⌊log₂ stddev⌋ − bits) and K = round(stddev / g · Z), Z standard normal, drawn
+    exactly,
+
+        release g · (round(s / g) + K).
+
+    The addition is in 64-bit integers, so nothing leaks through the gaps of floating point. Since
+    round(s / g) is an integer, the release is round(s / g + stddev / g · Z): post-processing of a
+    Gaussian mechanism. Rounding adds at most g·√p to the distance C of neighbours, which is
+    charged; the sampler is exact and adds nothing to δ. There is no seed and no key, and no run
+    can be repeated. See docs/secure-noise.md.
+
+    Args:
+        num_params: p, the largest number of coordinates that the noise may be added to.
+        bits: lattice points per standard deviation of the noise, as a power of two; 1 to 24.
+    """
+
+    num_params: int
+    bits: int = 20
+
+    def __post_init__(self):
+        _validate.positive_integer(num_params=self.num_params, bits=self.bits)
+        if self.bits > 24:
+            raise ValueError(f"bits must be at most 24, got {self.bits}. The default is 20.")
+        require_cryptography()
+
+    @classmethod
+    def of(cls, params: Params, *, trainable: PyTree | None = None, **options: Any) -> Self:
+        """The secure noise for a model: p is the number of its trainable parameters.
+
+        >>> SecureGaussianNoise.of({"w": np.zeros((3, 2)), "b": np.zeros(2)}).num_params
+        8
+
+        Args:
+            params: the model's parameters; only their shapes are looked at.
+            trainable: as in `mirrordp.train`.
+            **options: the remaining arguments.
+        """
+        leaves = jax.tree.leaves(trainable_part(params, trainable))
+        return cls(num_params=sum(np.size(leaf) for leaf in leaves), **options)
+
+    @property
+    def num_bands(self) -> int:
+        """1: steps are independent."""
+        return 1
+
+    def granularity(self, stddev: float) -> float:
+        """g: the distance of lattice points, a power of two."""
+        _validate.positive(
+            "Secure noise needs some noise: noise_multiplier must be above zero.", stddev=stddev
+        )
+        return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - self.bits)
+
+    def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
+        """σC / (C + g·√p): the noise over the enlarged distance."""
+        stddev = noise_multiplier * l2_clip_norm
+        rounding = self.granularity(stddev) * math.sqrt(self.num_params)
+        return stddev / (l2_clip_norm + rounding)
+
+    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+        """Adds lattice noise to each sum. `key` is not used; the state is a count of steps."""
+        del key
+        granularity = self.granularity(stddev)
+
+        def init(params):
+            self._check_size(_like(params))
+            return jnp.zeros([], jnp.int32)
+
+        def update(updates, state, params=None, *, weight=None):
+            del params
+            like = _like(updates)
+            self._check_size(like)
+            leaves, tree = jax.tree.flatten(like)
+            sizes = [leaf.size for leaf in leaves]
+            # The state is an argument so that steps mapped over each call for their own noise.
+            noise = io_callback(
+                functools.partial(_lattice_noise, stddev / granularity, sum(sizes)),
+                jax.ShapeDtypeStruct((sum(sizes),), jnp.int32),
+                state,
+            )
+            parts = jnp.split(noise, np.cumsum(sizes)[:-1])
+            shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
+            add = functools.partial(_add_on_lattice, granularity=granularity)
+            return _added(add, updates, jax.tree.unflatten(tree, shaped), weight), state + 1
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def _check_size(self, tree) -> None:
+        found = sum(leaf.size for leaf in jax.tree.leaves(tree))
+        if found > self.num_params:
+            raise ValueError(
+                f"the noise was made for num_params={self.num_params} coordinates, got {found}: "
+                "rounding so many costs more than was charged. Raise num_params."
+            )
+
+
+def _lattice_noise(stddev: float, count: int, step: np.ndarray) -> np.ndarray:
+    del step
+    return SecureRandom().rounded_gaussian(stddev, count)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C while the host draws secure noise, which JAX reports as an error of its own."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "KeyboardInterrupt" not in str(error):
+            raise
+        raise KeyboardInterrupt from None
+
+
+def to_lattice(values: jax.Array, granularity: float) -> jax.Array:
+    """The nearest lattice points, as 64-bit integers; to be called where 64-bit types are on.
+
+    Dividing by a power of two is exact. The clamp is far out and moves no two values apart.
+    """
+    steps = jnp.rint(values.astype(jnp.float64) / granularity)
+    return jnp.clip(steps, -(2.0**62), 2.0**62).astype(jnp.int64)
+
+
+def _add_on_lattice(values: jax.Array, noise: jax.Array, *, granularity: float) -> jax.Array:
+    noisy = to_lattice(values, granularity) + noise.astype(jnp.int64)
+    return noisy.astype(jnp.float64) * granularity
+
+
+def _added(
+    add: Callable[[jax.Array, jax.Array], jax.Array],
+    total: ExactSum | PyTree,
+    noise: PyTree,
+    weight: PyTree | None,
+) -> PyTree:
+    """add(weight · sum, noise) in float64, leaf by leaf, and rounded once, at the end.
+
+    What is rounded is noisy already. Noise added in float32, in several parts, would be lost where
+    each part is below half a unit in the last place of the sum.
+    """
+
+    def weighted(total: jax.Array, noise: jax.Array, *weight: jax.Array) -> jax.Array:
+        for factor in weight:
+            total = lax.convert_element_type(factor, jnp.float64) * total
+        return add(total, noise)
+
+    weights = [] if weight is None else [jax.tree.broadcast(weight, noise)]
+    if isinstance(total, ExactSum):
+        return total.map_wide(weighted, noise, *weights)
+
+    def of_floats(total: jax.Array, *others: jax.Array) -> jax.Array:
+        wide = weighted(lax.convert_element_type(total, jnp.float64), *others)
+        return lax.convert_element_type(wide, total.dtype)
+
+    return jax.tree.map(functools.partial(float64_call, of_floats), total, noise, *weights)
+
+
+def _like(total: ExactSum | PyTree) -> PyTree:
+    """Zeros of the shapes and types of a tree of sums, which must not be narrow."""
+    if isinstance(total, ExactSum):
+        return total.zeros()
+    for leaf in jax.tree.leaves(total):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"noise is real and would leave imaginary parts bare: expected real sums, got "
+                f"{leaf.dtype}. Use real parameters, and as many again for imaginary parts."
+            )
+        if float32_or_wider(leaf) != leaf.dtype:
+            raise TypeError(
+                f"a sum of few digits swallows its noise, or part of it: expected float32 or "
+                f"wider, got {leaf.dtype}. Clipped sums of mirrordp are; leave them so."
+            )
+    return jax.tree.map(jnp.zeros_like, total)
+
+
+def _with_full_tails(
+    make: Callable[[float, jax.Array], optax.GradientTransformation], stddev: float, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """Four independent streams of half the scale: a Gaussian whose tails are not cut.
+
+    JAX draws float32 normals from 23 random bits, and so never beyond about 5.4 standard
+    deviations. A value out there would prove that a record took part; at small noise multipliers
+    that alone breaks the stated δ. The sum of four reaches 10.8, where nothing is left to prove.
+
+    Small leaves are joined to one vector, and the streams are one loop. Every draw of another shape
+    is a kernel of its own, for which the compiler of a CPU takes about a second: leaf by leaf that
+    would be longer than for all the rest of a step.
+    """
+
+    def stream(key):
+        return make(stddev / 2, key)
+
+    def init(params):
+        like = _join(_like(params))
+        return jax.vmap(lambda key: stream(key).init(like))(jax.random.split(key, 4))
+
+    def update(updates, state, params=None, *, weight=None):
+        del params
+        like = _like(updates)
+        # Keys are in the state; the one given here is not used.
+        noise, state = lax.scan(stream(key).update, _join(like), state)
+        return _added(jnp.add, updates, _separate(noise, like), weight), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# Leaves of more numbers keep a draw of their own, which spares copying them.
+_LARGE_LEAF = 2**20
+
+
+def _join(tree: PyTree) -> dict[str, jax.Array]:
+    parts: dict[str, list[jax.Array]] = {}
+    for name, leaf in _groups(tree):
+        parts.setdefault(name, []).append(jnp.ravel(leaf))
+    return {name: jnp.concatenate(leaves) for name, leaves in parts.items()}
+
+
+def _separate(joined: Any, like: PyTree) -> PyTree:
+    """The inverse of `_join`."""
+    ends = dict.fromkeys(joined, 0)
+    leaves = []
+    for name, leaf in _groups(like):
+        start, ends[name] = ends[name], ends[name] + leaf.size
+        leaves.append(joined[name][start : ends[name]].reshape(leaf.shape))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _groups(tree: PyTree) -> Iterator[tuple[str, jax.Array]]:
+    """Every leaf with the name of the vector that it becomes a part of."""
+    for index, leaf in enumerate(map(jnp.asarray, jax.tree.leaves(tree))):
+        yield (f"leaf {index}" if leaf.size > _LARGE_LEAF else leaf.dtype.name), leaf
+
+
+def _noise_dtype() -> jnp.dtype:
+    return jnp.promote_types(jnp.result_type(float), jnp.float32)

@@ -1,0 +1,121 @@
+"""Fits that one process makes: how many belong together, and what they cost together.
+
+A search or a cross-validation fits a private estimator many times, each time at its full ε, and
+nobody adds that up. Rows are not compared to find out which fits read the same people: a report
+tells of the total, and a report must not depend on whether one person is in two tables. So fits
+count as related if their estimators are copies of one another (`sklearn.clone`) or if their tables
+have the same shape, which is public. What is said of them holds if they read the same people.
+"""
+
+import dataclasses
+import math
+import secrets
+
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency
+
+
+@dataclasses.dataclass
+class Lineage:
+    """What an estimator and its copies share.
+
+    Attributes:
+        name: stays the same when a copy is sent to another process.
+        copies: how many were made, in this process.
+        fits: how many fits they made, in this process.
+    """
+
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    copies: int = 0
+    fits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Fits that may have read the same rows, the last one included.
+
+    Attributes:
+        fits: how many, those of `elsewhere` included.
+        elsewhere: copies of the estimator that were not fitted in this process; each counts as
+            fitted like the last one.
+        precision: Σ T/σ² over all of them, with T steps at noise multiplier σ.
+        of_one: T/σ² of the last one.
+        is_news: whether to tell the operator now: at the second fit and, since a search ends with a
+            fit of all rows, when fits of parts are followed by one of a larger table or when others
+            were made in other processes.
+    """
+
+    fits: int
+    elsewhere: int
+    precision: float
+    of_one: float
+    is_news: bool
+
+    def epsilon(
+        self, delta: float, adjacency: Adjacency, *, of_so_many_like_the_last: int | None = None
+    ) -> float:
+        """ε of all of them, or of some like the last one: Gaussians add up in Σ T/σ²."""
+        precision = self.precision
+        if of_so_many_like_the_last is not None:
+            precision = of_so_many_like_the_last * self.of_one
+        event = accounting.full_batch_event(1 / math.sqrt(precision), num_steps=1)
+        return accounting.epsilon(event, delta, adjacency=adjacency).epsilon
+
+
+@dataclasses.dataclass
+class _Group:
+    fits: int = 0
+    precision: float = 0.0
+    # Since the operator was last told: how many fits, and of how many rows at most.
+    untold: int = 0
+    most_rows: int = 0
+
+
+class Fits:
+    """The fits of this process that no budget was charged with."""
+
+    def __init__(self):
+        self._groups: dict[object, _Group] = {}
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._groups.clear()
+
+    def add(
+        self, lineage: Lineage, shape: tuple[int, int], num_steps: int, noise_multiplier: float
+    ) -> Together:
+        """Counts a fit, and returns it together with those that it is related to."""
+        group = self._group(lineage.name, shape)
+        of_one = num_steps / noise_multiplier**2
+        group.fits += 1
+        group.precision += of_one
+        group.untold += 1
+        lineage.fits += 1
+        unseen = lineage.copies - lineage.fits
+        # Few copies without a fit are those that a search makes the others from.
+        elsewhere = unseen if unseen > 1 + lineage.fits else 0
+        # Folds differ by a row or two, and by 2% from the whole.
+        is_whole = group.untold > 1 and shape[0] > 1.01 * group.most_rows + 1 > 1
+        is_news = group.fits == 2 or is_whole or elsewhere > 0
+        group.most_rows = 0 if is_whole else max(group.most_rows, shape[0])
+        group.untold = 0 if is_news else group.untold
+        return Together(
+            fits=group.fits + elsewhere,
+            elsewhere=elsewhere,
+            precision=group.precision + elsewhere * of_one,
+            of_one=of_one,
+            is_news=is_news,
+        )
+
+    def _group(self, *keys: object) -> _Group:
+        """The group of all keys; where they had different ones, these become one."""
+        found = list({id(g): g for key in keys if (g := self._groups.get(key))}.values())
+        group, *others = found or [_Group()]
+        for other in others:
+            group.fits += other.fits
+            group.precision += other.precision
+            group.untold += other.untold
+            group.most_rows = max(group.most_rows, other.most_rows)
+            self._groups |= {key: group for key, old in self._groups.items() if old is other}
+        self._groups |= dict.fromkeys(keys, group)
+        return group

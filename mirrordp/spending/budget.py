@@ -1,0 +1,617 @@
+"""One budget for many runs on the same data: a privacy filter at fixed Rényi orders.
+
+Runs are chosen after earlier ones were seen, so their costs must add up in a way that holds for
+fully adaptive composition. A budget (ε, δ) fixes, when it is made, orders α_1, ..., α_k and shares
+δ_1 + ... + δ_k = δ, and with them one limit per order,
+
+    B_j = ε + log(α_j δ_j) / (α_j − 1) − log(1 − 1/α_j).
+
+A run is admitted if at *some* order the Rényi divergences of everything charged, plus those of the
+whole run, stay within the limit. Then everything ever released on the budget is together
+(ε, δ)-differentially private; docs/ledger.md has the proof. With one order this is the filter of
+Feldman and Zrnic (2021, "Individual Privacy Accounting via a Rényi Filter") and Lécuyer (2021,
+"Practical Privacy Filters and Odometers with Rényi Differential Privacy"). Which order decides in
+the end may depend on what was seen, and that is paid for by sharing δ among them.
+
+PLD has no such theorem: it enters only within a run that was fixed beforehand, in that run's own
+report.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import dp_accounting
+import numpy as np
+
+from mirrordp import _show, _validate
+from mirrordp.data import PrivateClients, PrivateData
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency, DpEvent
+from mirrordp.privacy.mechanism import UNITS, Mechanism
+from mirrordp.spending import files as _files, fingerprint as _fingerprint
+from mirrordp.spending.ledger import Block, FileLedger, LedgerError, Position
+
+LEDGER_FILE = "ledger.jsonl"
+# α* is best for Gaussians and for Poisson sampling with enough noise; with little noise Rényi
+# divergences explode at high orders, and a lower one decides.
+_LOWER = (0.8, 0.65, 0.5)
+# Sums of many small charges may differ by rounding from the sum that was admitted: a run is
+# admitted only if it leaves this share of a limit free, so that its charges never meet the limit.
+_ROUNDING = 1e-9
+
+
+Data = str | os.PathLike[str] | PrivateData | PrivateClients
+"""What a budget can be for: a file, rows or users."""
+
+
+class BudgetError(LedgerError):
+    """A run that the budget does not admit."""
+
+
+def renyi_limit(epsilon: float, delta: float, order: float) -> float:
+    """The largest Rényi divergence at an order that implies (ε, δ)-differential privacy.
+
+    B = ε + log(α δ) / (α − 1) − log(1 − 1/α); Canonne, Kamath and Steinke (2020), Proposition 12.
+    """
+    return epsilon + math.log(order * delta) / (order - 1) - math.log1p(-1 / order)
+
+
+def choose_orders(epsilon: float, delta: float) -> dict[float, float]:
+    """Orders and their shares of δ: half for the best order of Gaussians, the rest for lower ones.
+
+    The Rényi divergence of a Gaussian is proportional to α, so the best order for them maximises
+    B(α)/α.
+    """
+    candidates = 1 + np.geomspace(0.02, 2e6, 4000)
+    half = delta / 2
+    values = [renyi_limit(epsilon, half, order) / order for order in candidates]
+    best = float(candidates[int(np.argmax(values))])
+    lower = [round(1 + factor * (best - 1), 6) for factor in _LOWER]
+    useful = [order for order in lower if renyi_limit(epsilon, half / len(_LOWER), order) > 0]
+    shares = {order: half / len(useful) for order in useful}
+    return {round(best, 6): delta - sum(shares.values()), **shares}
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetStatus:
+    """What a budget promises and how much of it is used.
+
+    Attributes:
+        epsilon: ε of everything ever charged, together.
+        delta: δ.
+        adjacency: the neighbours.
+        unit: what one record is.
+        runs: how many runs were charged.
+        charges: how many records of the ledger are charges.
+        used: the share of the limit that is used up, at the order where it is smallest.
+        largest_epsilon: ε, at `delta` and rounded down, of the largest full-batch run that fits.
+        position: how far the ledger reaches.
+    """
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    unit: str
+    runs: int
+    charges: int
+    used: float
+    largest_epsilon: float
+    position: Position
+
+
+class Budget:
+    """A budget in a folder; make one with `create`, use it with `open`.
+
+    While it is open no other process can charge to it. Use it as a context:
+
+        with Budget.open("budget", data="private.csv") as budget:
+            for state, info in mirrordp.train(..., budget=budget): ...
+    """
+
+    def __init__(self, folder: Path, ledger: FileLedger):
+        self._folder, self._ledger = folder, ledger
+        self._verified = False
+        try:
+            header = ledger.records[0]["budget"]
+            self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
+            self._unit = str(header["unit"])
+            self._orders = tuple(float(pair[0]) for pair in header["orders"])
+            shares = np.array([float(pair[1]) for pair in header["orders"]])
+            valid = (
+                self._epsilon > 0
+                and 0 < self._delta < 1
+                and self._unit in UNITS
+                and len(shares) > 0
+                and min(self._orders) > 1
+                and (shares > 0).all()
+                and shares.sum() <= self._delta * (1 + 1e-12)
+            )
+            if not valid:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, IndexError):
+            ledger.close()
+            raise LedgerError(
+                f"expected a budget made by 'mirrordp budget init', got another ledger in "
+                f"{str(folder)!r}. Check the path."
+            ) from None
+        self._limits = np.array(
+            [
+                renyi_limit(self._epsilon, share, order)
+                for order, share in zip(self._orders, shares, strict=True)
+            ]
+        )
+        self._spent = self._divergences(ledger.event)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        epsilon: float,
+        delta: float,
+        data: Data,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
+        unit: str = "example",
+        orders: Mapping[float, float] | None = None,
+    ) -> "Budget":
+        """A new budget, bound to a data set.
+
+        Args:
+            folder: a new folder; it is made readable by its owner only.
+            epsilon: ε of all runs together.
+            delta: δ.
+            data: the private data: a file, whose bytes then identify it, or rows, or users.
+            adjacency: the neighbours; one budget has one.
+            unit: what one record is: "example" or "user"; one budget has one.
+            orders: Rényi orders with the share of δ of each; by default `choose_orders`. They are
+                fixed here, before anything is seen.
+        """
+        _validate.positive(epsilon=epsilon)
+        _validate.open_unit_interval(delta=delta)
+        _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=adjacency)
+        if unit not in UNITS:
+            raise ValueError(f"unit must be one of {UNITS}, got {unit!r}.")
+        shares = choose_orders(epsilon, delta) if orders is None else dict(orders)
+        for order, share in shares.items():
+            _validate.positive(order_minus_one=order - 1, share_of_delta=share)
+        if not shares or sum(shares.values()) > delta * (1 + 1e-12):
+            raise ValueError(
+                f"the shares of delta must add up to at most delta={delta:g}, got "
+                f"{sum(shares.values()):g} over {len(shares)} orders."
+            )
+        folder = Path(folder)
+        if (folder / LEDGER_FILE).exists():
+            raise LedgerError(
+                f"expected a new folder for the budget, got {str(folder)!r}, which holds one. Go "
+                "on with it: a budget is never made afresh for the same data."
+            )
+        if not isinstance(data, PrivateData | PrivateClients):
+            _require_readable(data)
+        try:
+            _files.make_private_folder(folder)
+            key = _fingerprint.make_key(folder)
+        except OSError as error:
+            raise LedgerError(
+                f"expected a folder that can be made and written, got {str(folder)!r} "
+                f"({error.strerror}). Choose another."
+            ) from error
+        header = {
+            "epsilon": float(epsilon),
+            "delta": float(delta),
+            "unit": unit,
+            "orders": sorted([float(order), float(share)] for order, share in shares.items()),
+        }
+        ledger = FileLedger.create(
+            folder / LEDGER_FILE,
+            adjacency,
+            header={"budget": header, "data": _identify(key, data)},
+        )
+        budget = cls(folder, ledger)
+        budget._verified = True
+        return budget
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        data: Data | None = None,
+        data_changed: bool = False,
+        wait: float = 0.0,
+    ) -> "Budget":
+        """An existing budget, to charge to.
+
+        Args:
+            folder: the budget's folder.
+            data: the file, rows or users that the run will use, to be compared with those that the
+                budget is for. Rows and users may be left to the run to compare.
+            data_changed: go on with changed data, on the same budget; what was spent stays spent.
+            wait: seconds to wait for another process that has it open.
+        """
+        folder = Path(folder)
+        _require_ledger(folder, "Make one with 'mirrordp budget init', or check the path.")
+        budget = cls(folder, FileLedger.open(folder / LEDGER_FILE, wait=wait))
+        if data is not None:
+            try:
+                budget.check_data(data, data_changed=data_changed)
+            except BaseException:
+                budget.close()
+                raise
+        return budget
+
+    @classmethod
+    def status_of(cls, folder: str | os.PathLike[str]) -> BudgetStatus:
+        """The status of a budget, whoever may be using it; changes nothing."""
+        return cls.view(folder).status
+
+    @classmethod
+    def view(cls, folder: str | os.PathLike[str]) -> "Budget":
+        """A budget as it is now, whoever may be using it, to ask and not to charge."""
+        folder = Path(folder)
+        _require_ledger(folder, "Check the path.")
+        return cls(folder, FileLedger.read(folder / LEDGER_FILE))
+
+    def __repr__(self) -> str:
+        rows = "; ".join(value for _, value in self._described())
+        return f"Budget({str(self._folder)!r}; {rows})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(f"Budget {str(self._folder)!r}", self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        status = self.status
+        runs = f"{status.runs} run{'s' * (status.runs != 1)}"
+        return [
+            ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
+            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
+        ]
+
+    @property
+    def ledger(self) -> FileLedger:
+        """What was charged."""
+        return self._ledger
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The neighbours that the budget speaks of."""
+        return self._ledger.adjacency
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        return self._unit
+
+    @property
+    def status(self) -> BudgetStatus:
+        """What is promised and how much of it is used."""
+        charges = [record for record in self._ledger.records if record["kind"] == "charge"]
+        runs = {record.get("run", record["index"]) for record in charges}
+        usable = self._limits > 0
+        used = (self._spent[usable] / self._limits[usable]).min() if usable.any() else math.inf
+        return BudgetStatus(
+            epsilon=self._epsilon,
+            delta=self._delta,
+            adjacency=self.adjacency,
+            unit=self._unit,
+            runs=len(runs),
+            charges=len(charges),
+            used=float(used),
+            largest_epsilon=self.largest_epsilon(self._delta),
+            position=self._ledger.position,
+        )
+
+    @property
+    def least_noise(self) -> float:
+        """σ of the strongest single Gaussian that still fits; infinite when nothing does.
+
+        Its Rényi divergence at order α is α d² / 2σ², with d the neighbours' distance over C.
+        """
+        room = float(((self._limits - self._spent) / np.array(self._orders)).max())
+        distance = self.adjacency.distance
+        return distance / math.sqrt(2 * room) if room > 0 else math.inf
+
+    def largest_epsilon(self, delta: float) -> float:
+        """ε at δ, rounded down, of the largest full-batch run that still fits."""
+        if math.isinf(self.least_noise):
+            return 0.0
+        event = dp_accounting.GaussianDpEvent(self.least_noise)
+        found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
+        return math.floor(found * 1e3) / 1e3
+
+    def check_data(self, data: Data, *, data_changed: bool = False) -> None:
+        """Raises unless the data is what the budget is for, or the change was acknowledged.
+
+        Raises:
+            BudgetError: if it is not.
+        """
+        bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
+        found = _identify(self._key, data)
+        if found["kind"] != bound["kind"]:
+            raise BudgetError(
+                f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
+                f"got {found['kind']}. Open it with data=..., the same kind as at the beginning."
+            )
+        if found != bound:
+            if not data_changed:
+                raise BudgetError(
+                    f"expected the data that the budget {str(self._folder)!r} is for, got data "
+                    "that differs from it. Changed data opens no fresh budget, since most records "
+                    "are the same people. Use the data as it was, or acknowledge the change "
+                    "(--data-changed, data_changed=True) to go on with what is left of this budget."
+                )
+            self._ledger.append("data", {"data": found})
+        self._verified = True
+
+    def check_rows(self, rows: PrivateData | PrivateClients) -> None:
+        """For a run: the data was compared when the budget was opened, or is now."""
+        if not self._verified:
+            self.check_data(rows)
+
+    def require_data(self) -> None:
+        """Raises unless the budget was opened with the data that it is for."""
+        if not self._verified:
+            raise BudgetError(
+                f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
+                "for, got none. Use Budget.open(folder, data=...)."
+            )
+
+    def check_seed(self, seed: int | None, run: str) -> None:
+        """Raises for a seed that another run on this budget had.
+
+        Costs add up only if the noise of one run is independent of that of the others.
+
+        Args:
+            seed: of the run's randomness; None for one from the operating system.
+            run: the run's name; a run that is resumed keeps it.
+
+        Raises:
+            BudgetError: if another run had it.
+        """
+        if seed is not None and any(name != run for name in self._runs_with(seed)):
+            raise BudgetError(
+                f"expected a seed that no other run on the budget {str(self._folder)!r} had, since "
+                f"runs add up only if their noise is independent, got seed {seed} again. Leave the "
+                "seed out, or take another."
+            )
+
+    def claim_seed(self, seed: int | None, run: str) -> None:
+        """Notes the seed of a run, if `check_seed` allows it; durable when it returns."""
+        with self._ledger.mutex:
+            self.check_seed(seed, run)
+            if seed is not None and not self._runs_with(seed):
+                content = {"run": run, "fingerprint": _fingerprint.of_seed(self._key, seed)}
+                self._ledger.append("seed", content)
+
+    def _runs_with(self, seed: int) -> list[str]:
+        fingerprint = _fingerprint.of_seed(self._key, seed)
+        claims = [record for record in self._ledger.records if record["kind"] == "seed"]
+        return [record["run"] for record in claims if record["fingerprint"] == fingerprint]
+
+    @property
+    def _key(self) -> bytes:
+        return _fingerprint.read_key(self._folder)
+
+    def admit(self, mechanism: Mechanism, *, charged_steps: int = 0, num_steps: int) -> None:
+        """Raises unless steps `charged_steps` to `num_steps` of the mechanism fit. Charges nothing.
+
+        Args:
+            mechanism: what is to run.
+            charged_steps: how many of its steps were charged before (a run that is resumed).
+            num_steps: how many steps that read private data the run will have.
+
+        Raises:
+            BudgetError: if the run would exceed the budget, or is of another kind.
+        """
+        self.check_kind(mechanism)
+        cost = self._divergences(mechanism.event_between(charged_steps, num_steps))
+        if not self._fits(cost, margin=_ROUNDING):
+            self._refuse(cost, advice=self._advice(mechanism, charged_steps, num_steps))
+
+    def admit_all(self, mechanism: Mechanism, num_steps: Sequence[int]) -> None:
+        """Raises unless several runs of the mechanism fit together. Charges nothing.
+
+        Args:
+            mechanism: what is to run.
+            num_steps: how many steps that read private data each run will have.
+
+        Raises:
+            BudgetError: if they would exceed the budget together, or are of another kind.
+        """
+        self.check_kind(mechanism)
+
+        def event(runs: int, mechanism: Mechanism = mechanism) -> DpEvent:
+            parts = [mechanism.event_between(0, count) for count in num_steps[:runs]]
+            return dp_accounting.ComposedDpEvent(parts)
+
+        cost = self._divergences(event(len(num_steps)))
+        if self._fits(cost, margin=_ROUNDING):
+            return
+        noise = accounting.least_noise(
+            lambda sigma: self.fits(event(len(num_steps), mechanism.with_noise(sigma)))
+        )
+        most = accounting.most_steps(lambda runs: runs <= len(num_steps) and self.fits(event(runs)))
+        fewer = f", or the first {most} as they are" if most else ""
+        every = f" All {len(num_steps)} runs would fit at noise_multiplier={noise:g}{fewer}."
+        self._refuse(cost, advice="" if noise is None else every)
+
+    def fits(self, event: DpEvent, *, fraction: float = 1.0) -> bool:
+        """Whether an event costs at most a fraction of what is left, if anything is.
+
+        Args:
+            event: what is to run.
+            fraction: a share of what is left, at the order where the event fits best.
+        """
+        _validate.probability(fraction=fraction)
+        if math.isinf(self.least_noise):
+            return False
+        return self._fits(self._divergences(event), margin=_ROUNDING, fraction=fraction)
+
+    def most_steps(self, mechanism: Mechanism, *, fraction: float = 1.0) -> int:
+        """How many steps of a mechanism a fraction of what is left allows.
+
+        Args:
+            mechanism: what is to run; its own number of steps does not matter.
+            fraction: the share of what is left.
+        """
+        self.check_kind(mechanism)
+        return accounting.most_steps(
+            lambda steps: self.fits(
+                dataclasses.replace(mechanism, num_steps=steps).event, fraction=fraction
+            )
+        )
+
+    def _advice(self, mechanism: Mechanism, charged_steps: int, num_steps: int) -> str:
+        """What would fit instead, with the sampling of a run that does not."""
+        noise, most = None, self.most_steps(mechanism)
+        if charged_steps == 0:
+            wanted = dataclasses.replace(mechanism, num_steps=num_steps)
+            noise = accounting.least_noise(lambda sigma: self.fits(wanted.with_noise(sigma).event))
+        present = f"{most}{' more' * (charged_steps > 0)} steps as it is"
+        if noise is None:
+            return f" {present[0].upper()}{present[1:]} would fit." if most else ""
+        return (
+            f" With its own sampling {num_steps} steps would fit at noise_multiplier={noise:g}"
+            f"{f', or {present}' if most else ''}; Mechanism.calibrate(spend=budget, ...) finds "
+            "the noise."
+        )
+
+    def check_kind(self, mechanism: Mechanism) -> None:
+        """Raises a BudgetError for a mechanism of another adjacency or unit."""
+        if mechanism.adjacency is not self.adjacency or mechanism.unit != self._unit:
+            raise BudgetError(
+                f"expected {self.adjacency.value} adjacency and one {self._unit} as unit, which "
+                f"the budget {str(self._folder)!r} is for, got {mechanism.adjacency.value} and "
+                f"one {mechanism.unit}. One budget has one of each; make the mechanism to match."
+            )
+
+    def admit_event(self, event: DpEvent, *, delta: float | None = None) -> None:
+        """Raises unless an event fits. Charges nothing.
+
+        Args:
+            event: what is to run.
+            delta: δ at which the message states what would still fit; by default the budget's.
+        """
+        cost = self._divergences(event)
+        if self._fits(cost, margin=_ROUNDING):
+            return
+        self._refuse(cost, delta=delta)
+
+    def _refuse(
+        self, cost: np.ndarray, *, delta: float | None = None, advice: str = ""
+    ) -> NoReturn:
+        delta = self._delta if delta is None else delta
+        usable = self._limits > 0
+        with np.errstate(invalid="ignore"):
+            share = float((cost[usable] / self._limits[usable]).min()) if usable.any() else math.inf
+        room = self.largest_epsilon(delta)
+        left = "nothing is left"
+        if room > 0:
+            left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
+        raise BudgetError(
+            f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
+            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
+            f"{_percent(share)}; {left}.{advice} Add noise, take fewer steps, or stop here. Runs "
+            "add up at fixed Renyi orders, which is a little dearer than the epsilon that each has "
+            "alone."
+        )
+
+    def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
+        """Charges an event; returns when it is on disk. See `FileLedger.charge`.
+
+        Raises:
+            BudgetError: if it does not fit.
+        """
+        self.require_data()
+        cost = self._divergences(event)
+        with self._ledger.mutex:
+            if not self._fits(cost):
+                self._refuse(cost)
+            self._ledger.charge(event, block=block)
+            self._spent = self._spent + cost
+
+    def _fits(self, cost: np.ndarray, *, margin: float = 0.0, fraction: float = 1.0) -> bool:
+        limits = self._limits * (1 - margin)
+        if fraction < 1:
+            limits = self._spent + fraction * (limits - self._spent)
+        return bool(((self._spent + cost <= limits) & (self._limits > 0)).any())
+
+    def _divergences(self, event: DpEvent) -> np.ndarray:
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            parts = [self._divergences(part) for part in event.events]
+            return np.sum(parts, axis=0) if parts else np.zeros(len(self._orders))
+        try:
+            if isinstance(event, dp_accounting.SelfComposedDpEvent):
+                return event.count * _divergences(event.event, self._orders, self.adjacency)
+            return _divergences(event, self._orders, self.adjacency)
+        except accounting.UnsupportedError as error:
+            raise BudgetError(
+                f"expected a mechanism with a Renyi analysis, which a budget needs, got one "
+                f"without: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Lets other processes use it."""
+        self._ledger.close()
+
+    def __reduce__(self):
+        # A copy would know of its own charges only, and spend the rest once more.
+        raise TypeError(
+            f"a budget belongs to one process, got a request for a copy of {str(self.folder)!r}. "
+            "Open it by its folder where it is used."
+        )
+
+    def __enter__(self) -> "Budget":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _identify(key: bytes, data: Data) -> dict[str, Any]:
+    if isinstance(data, PrivateData):
+        return {"kind": "rows", "fingerprint": _fingerprint.of_arrays(key, data.arrays)}
+    if isinstance(data, PrivateClients):
+        users = (data.arrays, data.num_examples)
+        return {"kind": "users", "fingerprint": _fingerprint.of_arrays(key, users)}
+    _require_readable(data)
+    return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
+
+
+def _require_ledger(folder: Path, advice: str) -> None:
+    if (folder / LEDGER_FILE).is_file():
+        return
+    came = f"a folder without {LEDGER_FILE}" if folder.is_dir() else "no such folder"
+    raise LedgerError(f"expected a budget in {str(folder)!r}, got {came}. {advice}")
+
+
+def _require_readable(data: str | os.PathLike[str]) -> None:
+    try:
+        with open(data, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise LedgerError(
+            f"expected a data file that can be read, got {str(data)!r} ({error.strerror}). Check "
+            "the path."
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _divergences(event: DpEvent, orders: tuple[float, ...], adjacency: Adjacency) -> np.ndarray:
+    found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
+    found.flags.writeable = False
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{math.ceil(share * 1000) / 10:g}%" if math.isfinite(share) else "far more than 100%"

@@ -1,0 +1,531 @@
+"""From two tables to a private model: what `mirrordp fit` and `mirrordp predict` do.
+
+In: a private and a public file. Out: a `TableModel` (encoding, coefficients, privacy statement),
+kept as JSON, so that opening one runs no code, and predictions for further tables. The encoding
+comes from the public file (`mirrordp.tables`), the coefficients from `mirrordp.linear`; nothing
+else of the private file is kept, except the number of its rows, which counts as public.
+"""
+
+import contextlib
+import dataclasses
+import filecmp
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dp_accounting import gaussian_mechanism
+
+from mirrordp._warn import warn
+from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.report import RunReport, write_atomically
+from mirrordp.spending import files as _files
+from mirrordp.spending.budget import Budget
+from mirrordp.tables import (
+    TASKS,
+    ClassTarget,
+    NumberTarget,
+    Table,
+    TableEncoding,
+    TableError,
+    learn_encoding,
+    read_batches,
+    read_table,
+    write_table,
+)
+from mirrordp.tables.files import listed, mark
+from mirrordp.training.checkpoint import Checkpoint
+
+MODEL_FILE = "model.json"
+FORMAT = "mirrordp table model"
+VERSION = 1
+MIN_PUBLIC_ROWS = 10
+"""Fewer rows cannot tell a scale."""
+
+Stage = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Given what is going on, a context that may tell the user about it."""
+
+
+def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
+    del doing
+    return contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableModel:
+    """A linear model of table rows: `TableModel.load(folder)` reads what `mirrordp fit` wrote.
+
+    Attributes:
+        task: one of `mirrordp.tables.TASKS`.
+        encoding: how rows become features.
+        coefficients: [outputs, features]; one output per class, or one in all for two classes.
+        intercepts: [outputs].
+        privacy: the statement of the run, as in report.json.
+    """
+
+    task: str
+    encoding: TableEncoding
+    coefficients: np.ndarray
+    intercepts: np.ndarray
+    privacy: Mapping[str, Any]
+
+    def __post_init__(self):
+        target = self.encoding.target
+        if self.task == "classification":
+            classes = len(target.classes) if isinstance(target, ClassTarget) else 0
+            outputs = 1 if classes == 2 else classes
+        else:
+            is_count = isinstance(target, NumberTarget) and target.is_count
+            matches = isinstance(target, NumberTarget) and is_count == (self.task == "count")
+            outputs = 1 if matches and self.task in TASKS else 0
+        shape = (outputs, len(self.encoding.features))
+        if outputs < 1 or self.coefficients.shape != shape or self.intercepts.shape != (outputs,):
+            raise ValueError(f"expected {shape} coefficients of a {self.task} model")
+        if not (np.isfinite(self.coefficients).all() and np.isfinite(self.intercepts).all()):
+            raise ValueError("expected finite coefficients")
+
+    def predict(self, table: Table) -> dict[str, np.ndarray]:
+        """Columns of predictions: the expected value, or the class and every class's probability.
+
+        Raises:
+            TableError: if a column is missing or of another type.
+        """
+        scores = self.encoding.encode_features(table) @ self.coefficients.T + self.intercepts
+        target = self.encoding.target
+        if isinstance(target, NumberTarget):
+            # exp of more is infinite.
+            means = np.exp(np.minimum(scores[:, 0], 700)) if target.is_count else scores[:, 0]
+            return {"prediction": means}
+        if scores.shape[1] == 1:
+            scores = np.column_stack([np.zeros(len(scores)), scores])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        shares = weights / weights.sum(axis=1, keepdims=True)
+        columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
+        return columns | {
+            f"probability of {name}": shares[:, index] for index, name in enumerate(target.classes)
+        }
+
+    def to_json(self) -> str:
+        """JSON text, closed by a checksum of the rest."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "task": self.task,
+            "encoding": self.encoding.to_dict(),
+            "features": list(self.encoding.features),
+            "coefficients": self.coefficients.tolist(),
+            "intercepts": self.intercepts.tolist(),
+            "privacy": dict(self.privacy),
+        }
+        content["sha256"] = _checksum(content)
+        return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "TableModel":
+        """The inverse of `to_json`.
+
+        Args:
+            text: what `to_json` returned.
+            source: where it comes from, for messages.
+
+        Raises:
+            TableError: if it is anything else, or was changed or cut.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise TableError(
+                f"expected a model written by mirrordp fit, got something else in {source!r}; "
+                "check the path, or fit again."
+            )
+        if content.get("version") != VERSION:
+            raise TableError(
+                f"expected a model file of version {VERSION}, got version "
+                f"{content.get('version')!r} in {source!r}; use the mirrordp that wrote it."
+            )
+        damaged = TableError(
+            f"expected an intact model file, got changed or missing parts in {source!r}; restore "
+            "it from a copy, or fit again."
+        )
+        if content.pop("sha256", None) != _checksum(content):
+            raise damaged
+        try:
+            return cls(
+                task=content["task"],
+                encoding=TableEncoding.from_dict(content["encoding"]),
+                coefficients=np.array(content["coefficients"], np.float64),
+                intercepts=np.array(content["intercepts"], np.float64),
+                privacy=dict(content["privacy"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise damaged from None
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
+        """Reads the model from a folder that `mirrordp fit` or `FittedTable.write` made.
+
+        It runs no code of the file, and `predict` needs nothing but the model:
+
+            model = TableModel.load("model")
+            model.predict(read_table("c.csv"))["prediction"]
+
+        Args:
+            folder: the folder with model.json, `--out` of `mirrordp fit`.
+
+        Raises:
+            TableError: if there is none, or it was changed or cut.
+        """
+        path = Path(folder) / MODEL_FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            text = ""
+        except OSError as error:
+            raise TableError(
+                f"expected a folder with {MODEL_FILE} as written by mirrordp fit, got "
+                f"{str(folder)!r} ({error.strerror}); check the path."
+            ) from None
+        return cls.from_json(text, str(path))
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedTable:
+    """A model, its report, and what the public table decided against."""
+
+    model: TableModel
+    report: RunReport
+    left_out: Mapping[str, str]
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Makes the folder with model.json, report.json and privacy_card.md, all at once.
+
+        Raises:
+            TableError: see `check_new_folder`.
+        """
+        folder = Path(folder)
+        check_new_folder(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The three files appear together: a model without its card must not be left behind.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
+            complete = Path(parent) / folder.name
+            self.report.write(complete)
+            write_atomically(complete / MODEL_FILE, self.model.to_json().encode())
+            os.replace(complete, folder)
+            _files.sync_folder(folder.parent)
+
+
+def check_new_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises a TableError unless the folder is new or empty and can be made; makes nothing."""
+    folder = Path(folder)
+    problem = None
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            problem = "it is not empty"
+    elif folder.exists() or folder.is_symlink():
+        problem = "it is not a folder"
+    existing = folder.absolute().parent
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        problem = "no folder can be made there"
+    if problem is not None:
+        raise TableError(
+            f"expected --out to be a new or empty folder, got {str(folder)!r} ({problem}); choose "
+            "another."
+        )
+
+
+def fit_files(
+    private: str | os.PathLike[str],
+    public: str | os.PathLike[str],
+    *,
+    target: str,
+    task: str,
+    epsilon: float,
+    delta: float | None = None,
+    allow_large_delta: bool = False,
+    secure: bool = False,
+    seed: int | None = None,
+    categorical: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    test: str | os.PathLike[str] | None = None,
+    budget: Budget | None = None,
+    data_changed: bool = False,
+    checkpoint: Checkpoint | None = None,
+    stage: Stage = _silent,
+) -> FittedTable:
+    """Fits a linear model to the private file under (ε, δ)-differential privacy.
+
+    Every check is made before the private rows meet the mechanism, so that an error spends nothing.
+
+    Args:
+        private: CSV or Parquet file whose rows are protected, one row one unit.
+        public: CSV or Parquet file with the same columns that anyone may know.
+        target: the column to predict.
+        task: one of `mirrordp.tables.TASKS`.
+        epsilon: ε.
+        delta: δ; None for the budget's, or without a budget for what follows from the number of
+            rows (`accounting.default_delta`).
+        allow_large_delta: take a δ above one over the number of private rows.
+        secure: noise from a cryptographic generator; see `mirrordp.linear.estimators`.
+        seed: makes the run reproducible and unfit for release; None for a run to release.
+        categorical: columns whose numbers are codes of categories.
+        ignore: columns to leave out.
+        test: CSV or Parquet file of further rows that need no protection, to judge the model by;
+            how well it does on them goes into the report.
+        budget: charge to this budget, under its adjacency; refused before any file is read if the
+            run does not fit.
+        data_changed: the private file is another than the budget's, and that is known.
+        checkpoint: keep the randomness, so that a fit that was cut off can be resumed.
+        stage: is told what is going on.
+
+    Raises:
+        StorageError: if the budget does not admit the run, or it cannot be resumed.
+        TableError: if the files do not fit the task or each other.
+    """
+    private, public = Path(private), Path(public)
+    if _same_content(private, public):
+        raise TableError(
+            f"expected two different files, got {str(private)!r} as private and as public table; "
+            "private rows do not become public by being named so."
+        )
+    adjacency = Adjacency.ZERO_OUT
+    if budget is not None:
+        delta = budget.status.delta if delta is None else delta
+        adjacency = _adjacency_of(budget)
+        # A run that is resumed may have been charged; what is still missing is asked for later.
+        if checkpoint is None or not checkpoint.resume:
+            _require_room(budget, epsilon, delta)
+        if not data_changed:
+            with stage(f"comparing {private} with the data of the budget"):
+                budget.check_data(private)
+    with stage(f"reading {public}"):
+        table = read_table(public)
+        learned = learn_encoding(
+            table, target=target, task=task, categorical=categorical, ignore=ignore
+        )
+        encoding = learned.encoding
+        known = encoding.encode([table], private=False)
+    usable = ~known.unusable
+    if np.count_nonzero(usable) < MIN_PUBLIC_ROWS:
+        raise TableError(
+            f"expected at least {MIN_PUBLIC_ROWS} rows with a target in the public table "
+            f"{str(public)!r}, got {np.count_nonzero(usable)}; add public rows."
+        )
+    rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
+    with stage(f"reading {private}"):
+        batches = _mention_unused(read_batches(private, private=True), table)
+        secret = encoding.encode(batches, private=True)
+    if rows_to_judge_by is not None:
+        test_x, test_y = rows_to_judge_by
+        refuse_private_rows(
+            PrivateData({"x": secret.features, "y": secret.target}),
+            PublicData({"x": test_x, "y": test_y}),
+            "test rows",
+        )
+    if budget is not None and data_changed:
+        # Binds the budget to the file, so only to one that could be read.
+        with stage(f"comparing {private} with the data of the budget"):
+            budget.check_data(private, data_changed=True)
+    with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
+        estimator = _estimator(
+            task,
+            epsilon=epsilon,
+            delta=delta,
+            allow_large_delta=allow_large_delta,
+            adjacency=adjacency.value,
+            secure=secure,
+            random_state=seed,
+        )
+        estimator.fit(
+            secret.features,
+            secret.target,
+            X_public=known.features[usable],
+            y_public=known.target[usable],
+            counts=~secret.unusable,
+            budget=budget,
+            checkpoint=checkpoint,
+        )
+    report = dataclasses.replace(
+        estimator.privacy_,
+        title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
+        results={**estimator.privacy_.results, "task": task, "target": target},
+    )
+    if rows_to_judge_by is not None:
+        judged = _judged(task, estimator, *rows_to_judge_by, known.target[usable])
+        report = dataclasses.replace(report, results={**report.results, **judged})
+    model = TableModel(
+        task=task,
+        encoding=encoding,
+        coefficients=np.atleast_2d(estimator.coef_),
+        intercepts=np.atleast_1d(estimator.intercept_),
+        privacy=report.to_dict(),
+    )
+    return FittedTable(model, report, learned.left_out)
+
+
+def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
+    """Tells the operator, once the private table has been found to fit, what is not used of it."""
+    for number, batch in enumerate(batches):
+        yield batch
+        unused = [name for name in batch.columns if name not in public.columns]
+        if number == 0 and unused:
+            warn(
+                f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
+                f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
+                "add what should be to the public table.",
+                UnprotectedWarning,
+            )
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    """Whether two files are one, or a copy of one another."""
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:
+        return False
+
+
+def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Features and targets of the rows to judge by."""
+    if _same_content(private, test):
+        raise TableError(
+            f"expected test rows that need no protection, got the private table {str(private)!r}; "
+            "how well a model does on private rows must not be released."
+        )
+    rows = encoding.encode([read_table(test)], private=False)
+    return rows.features[~rows.unusable], rows.target[~rows.unusable]
+
+
+def _judged(
+    task: str, estimator: Any, x: np.ndarray, y: np.ndarray, y_public: np.ndarray
+) -> dict[str, float]:
+    """How well released coefficients do on rows that need no protection.
+
+    `baseline_...` is the same of a guess that looks at no feature: the commonest public class, or
+    the public mean.
+    """
+    predicted = estimator.predict(x)
+    found = {"test_rows": len(x)}
+    if task == "classification":
+        shares = estimator.predict_proba(x)[
+            np.arange(len(x)), np.searchsorted(estimator.classes_, y)
+        ]
+        loss = -float(np.mean(np.log(np.maximum(shares, 1e-15))))
+        guess = np.bincount(y_public).argmax()
+        return found | {
+            "test_loss": loss,
+            "test_accuracy": float(np.mean(predicted == y)),
+            "baseline_accuracy": float(np.mean(y == guess)),
+        }
+    return found | {
+        "test_rmse": float(np.sqrt(np.mean((predicted - y) ** 2))),
+        "baseline_rmse": float(np.sqrt(np.mean((y - y_public.mean()) ** 2))),
+    }
+
+
+def _adjacency_of(budget: Budget) -> Adjacency:
+    if budget.unit != "example" or not budget.adjacency.num_examples_is_public:
+        raise TableError(
+            "expected a budget for rows of which the number is public (unit example, adjacency "
+            f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
+            "fit cannot be charged to it. Make a budget of its own for fits; what the two promise "
+            "adds up."
+        )
+    return budget.adjacency
+
+
+def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
+    """Raises unless a fit at (ε, δ) is within the budget.
+
+    The estimators never take more than the one Gaussian that has exactly (ε, δ), which is known
+    before any file is read.
+    """
+    noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
+    event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
+    budget.admit_event(event, delta=delta)
+
+
+def _estimator(task: str, **options: Any) -> Any:
+    from mirrordp.linear import estimators
+
+    return {
+        "regression": estimators.PrivateLinearRegression,
+        "classification": estimators.PrivateLogisticRegression,
+        "count": estimators.PrivatePoissonRegressor,
+    }[task](**options)
+
+
+def predict_file(
+    model: TableModel,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    keep: Sequence[str] = (),
+    stage: Stage = _silent,
+) -> int:
+    """Writes predictions for a table, one row for each of its rows; returns how many.
+
+    Args:
+        model: the model.
+        source: CSV or Parquet file with the feature columns; other columns are not looked at.
+        output: file to write, Parquet where its name ends in .parquet, else CSV.
+        keep: columns of the source to copy in front of the predictions, such as an identifier.
+        stage: is told what is going on.
+
+    Raises:
+        TableError: if the table does not fit the model or a file cannot be read or written.
+    """
+    source, output = Path(source), Path(output)
+    with contextlib.suppress(OSError):
+        if os.path.samefile(source, output):
+            raise TableError(
+                f"expected --output to be another file than --input, got {str(source)!r} twice; "
+                "choose another name."
+            )
+    columns: dict[str, list[Any]] = {}
+    with stage(f"predicting for {source}"):
+        for table in read_batches(source):
+            missing = [name for name in keep if name not in table.columns]
+            if missing:
+                raise TableError(
+                    f"expected column {missing[0]!r} to keep in {str(source)!r}, got no such "
+                    "column; check the name."
+                )
+            found = {name: table.columns[name] for name in keep} | model.predict(table)
+            for name, values in found.items():
+                plain = values.tolist() if isinstance(values, np.ndarray) else values
+                columns.setdefault(name, []).extend(plain)
+    with stage(f"writing {output}"):
+        _write_whole(output, columns)
+    return len(columns["prediction"])
+
+
+def _write_whole(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Writes a table through a temporary file beside it, so that nobody sees half of it."""
+    # A rename would put an ordinary file in the place of a link.
+    path = Path(os.path.realpath(path))
+    try:
+        _files.check_replaceable(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            temporary = Path(folder) / path.name
+            write_table(temporary, columns)
+            os.replace(temporary, path)
+    except OSError as error:
+        raise TableError(
+            f"expected an output file that can be written, got {str(path)!r} ({error.strerror}); "
+            "choose another."
+        ) from None

@@ -1,0 +1,535 @@
+"""Runs that survive a crash: what the next step needs, on disk, for one configuration.
+
+A run folder holds, readable by its owner only,
+
+    checkpoint-N     the newest two: random seed, parameters, optimiser, noise state, positions
+    secret.key       the key of the data fingerprints
+    ledger.jsonl     what was charged, unless the run has a budget or a ledger of its own
+    lock             held by the process that runs
+
+A checkpoint is written under another name, handed to the disk, and renamed, so that it is there as
+a whole or not at all; a checksum tells whether it still is. It is plain bytes behind a JSON header:
+reading one runs no code. Whoever holds it can subtract the noise, so it must not lie in the folder
+that is released, and it is removed at the end.
+
+Resuming replays: the seed fixes batches and noise, and the configuration (mechanism, programs of
+the losses with their gradients and of the optimiser, data, versions, device) is compared before
+anything runs. A step that ran before
+the crash and runs again therefore has the same data, parameters, batch and noise, and is charged
+once.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrordp import _validate
+from mirrordp._versions import library_versions
+from mirrordp._warn import warn
+from mirrordp.privacy import _isolation, _jaxprs
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.noise import GaussianNoise
+from mirrordp.spending import files as _files, fingerprint as _fingerprint
+from mirrordp.spending.budget import LEDGER_FILE, Budget
+from mirrordp.spending.files import StorageError
+from mirrordp.spending.ledger import FileLedger, Position, check_position
+from mirrordp.types import PyTree
+
+MAGIC = b"mirrordp checkpoint 1\n"
+KEPT = 2
+_NAME = re.compile(r"checkpoint-(\d{8})")
+
+
+# The first is compared only where steps are replayed, the second tells whether they are.
+_PROCESSORS = "number of processors"
+_IS_RARE = "whether steps are shown before they are kept"
+
+
+class CheckpointError(StorageError):
+    """A checkpoint that cannot be written, read, or used for this run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Where a run keeps what it needs to go on after a crash.
+
+    Args:
+        folder: a folder for this run alone, apart from what is released.
+        every: write one after every so many yields of `train`. With 1, the default, a result is
+            handed out only when the checkpoint that holds it is on disk, so that nothing that
+            anybody saw is ever computed again. With more, replaying must be exact to the bit, which
+            CPUs are; other devices only if told so (XLA_FLAGS=--xla_gpu_deterministic_ops=true).
+        resume: go on with the run in the folder, if there is one. Without it, a folder with an
+            unfinished run is refused.
+        keep: keep the last checkpoint when the run ends; it is secret. A run that ended can then be
+            resumed too, and yields its last state again: keep it until the result is on disk, then
+            call `remove`.
+        wait: seconds to wait for another process that uses the folder.
+    """
+
+    folder: str | os.PathLike[str]
+    every: int = 1
+    resume: bool = False
+    keep: bool = False
+    wait: float = 0.0
+
+    def __post_init__(self):
+        _validate.positive_integer(every=self.every)
+        _validate.non_negative(wait=self.wait)
+        if self.every > 1 and not _is_exact():
+            raise ValueError(
+                f"every={self.every} needs steps that can be replayed to the bit, got a "
+                f"{jax.devices()[0].platform} without that promise. Use every=1, or set "
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true."
+            )
+
+    def remove(self) -> None:
+        """Removes what is secret in the folder, at the latest when the result is safe elsewhere."""
+        remove_checkpoints(self.folder)
+
+    def open(
+        self,
+        adjacency: Adjacency,
+        *,
+        ledger: FileLedger | None = None,
+        budget: Budget | None = None,
+    ) -> "Run":
+        """Locks the folder and reads the newest intact checkpoint in it.
+
+        Args:
+            adjacency: of a new ledger, where none is given.
+            ledger: where the run is charged; by default a ledger in the folder.
+            budget: or the budget that it is charged to.
+        """
+        return Run(self, adjacency, ledger if budget is None else budget.ledger)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The content of a checkpoint.
+
+    Attributes:
+        run: the run's name in the ledger.
+        entropy: what all randomness of the run comes from. Secret.
+        configuration: what must be the same to go on.
+        ledger: how far the ledger reached.
+        position: numbers, such as how many steps are done.
+        arrays: by name; random keys as their data.
+    """
+
+    run: str
+    entropy: int
+    configuration: Mapping[str, str]
+    ledger: Position
+    position: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+    def to_bytes(self) -> bytes:
+        """A checksum, a JSON header, and the arrays' bytes."""
+        contents = {name: np.asarray(array) for name, array in self.arrays.items()}
+        header = {
+            "run": self.run,
+            "entropy": str(self.entropy),
+            "configuration": dict(self.configuration),
+            "ledger": list(self.ledger),
+            "position": dict(self.position),
+            "arrays": [
+                [name, array.dtype.name, list(array.shape)] for name, array in contents.items()
+            ],
+        }
+        text = json.dumps(header, allow_nan=False).encode()
+        body = b"".join(
+            [b"%d\n" % len(text), text, *(array.tobytes() for array in contents.values())]
+        )
+        return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Saved":
+        """The inverse of `to_bytes`.
+
+        Raises:
+            ValueError: for anything else, also by a single bit.
+        """
+        start = len(MAGIC) + 65
+        body = content[start:]
+        seal = MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n"
+        if content[:start] != seal:
+            raise ValueError("not an intact checkpoint")
+        length, rest = body.split(b"\n", 1)
+        header, data = json.loads(rest[: int(length)]), rest[int(length) :]
+        arrays, at = {}, 0
+        for name, kind, shape in header["arrays"]:
+            dtype, count = jnp.dtype(kind), math.prod(shape)
+            arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
+            at += dtype.itemsize * count
+        return cls(
+            run=header["run"],
+            entropy=int(header["entropy"]),
+            configuration=header["configuration"],
+            ledger=Position(*header["ledger"]),
+            position=header["position"],
+            arrays=arrays,
+        )
+
+
+class Run:
+    """An open run folder: locked, with what was found in it. Made by `Checkpoint.open`."""
+
+    def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):
+        self._checkpoint = checkpoint
+        folder = self.folder = Path(checkpoint.folder)
+        self._owned: FileLedger | None = None
+        with self._named_errors("made and written"):
+            _files.make_private_folder(folder)
+            self._lock = _files.Lock(
+                folder / "lock", f"the run folder {str(folder)!r}", wait=checkpoint.wait
+            )
+        try:
+            _remove_leftovers(folder)
+            self.key = _fingerprint.make_key(folder)
+            self._is_behind = False
+            self.saved = self._load()
+            if self.saved is not None and not checkpoint.resume:
+                raise CheckpointError(
+                    f"expected a folder without an unfinished run, got one in {str(folder)!r}. "
+                    "Resume it (resume=True, --resume), or remove the folder to give it up; what "
+                    "was charged stays charged."
+                )
+            path = folder / LEDGER_FILE
+            if self.saved is not None and ledger is None and not path.exists():
+                raise CheckpointError(
+                    f"expected the budget or ledger that the run in {str(folder)!r} began with, "
+                    "got none. Name it again (--budget, budget=, ledger=)."
+                )
+            if ledger is None:
+                ledger = self._owned = (
+                    FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
+                )
+            self.ledger = ledger
+            if self.saved is not None:
+                check_position(ledger, self.saved.ledger, f"the checkpoint in {str(folder)!r}")
+        except OSError as error:
+            self.close()
+            self._raise("read and written", error)
+        except BaseException:
+            self.close()
+            raise
+        self.id = secrets.token_hex(8) if self.saved is None else self.saved.run
+        self._entropy = secrets.randbits(128) if self.saved is None else self.saved.entropy
+        self._configuration: Mapping[str, str] | None = None
+
+    @property
+    def charged_steps(self) -> int:
+        """How many steps of this run the ledger has been charged for."""
+        return self.ledger.charged_steps(self.id)
+
+    def verify(self, configuration: Mapping[str, str], seed: int | None) -> int:
+        """Compares the configuration with that of the run in the folder, if there is one.
+
+        Args:
+            configuration: what must be the same to go on, by name; hashes where it is long.
+            seed: the caller's, or None.
+
+        Returns:
+            The seed of all randomness: the caller's, or one that is kept with the run.
+
+        Raises:
+            CheckpointError: if anything differs; the message says what.
+        """
+        described = {
+            **configuration,
+            **{f"version of {name}": version for name, version in library_versions().items()},
+            "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
+            "seed": "from the operating system" if seed is None else str(seed),
+            # What a key stands for is also up to settings of JAX (jax_threefry_partitionable).
+            "noise of a key": _noise_program(),
+            # How a matrix product is cut into threads decides its rounding.
+            _PROCESSORS: str(_num_processors()),
+            _IS_RARE: str(self._checkpoint.every > 1),
+        }
+        if seed is not None and self.saved is None:
+            self._entropy = seed
+        self._configuration = described
+        if self.saved is not None:
+            self._compare(self.saved.configuration, described)
+        return self._entropy
+
+    def _compare(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """Refuses another configuration; where steps that were seen run again, rounding counts."""
+        replays = self._is_behind or "True" in (then.get(_IS_RARE), now[_IS_RARE])
+        if replays and not _is_exact():
+            raise CheckpointError(
+                f"expected a device that can replay steps to the bit, since the newest checkpoint "
+                f"in {str(self.folder)!r} is older than what was shown, got a "
+                f"{jax.devices()[0].platform} without that promise. Set "
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true if the run began so, or begin another "
+                "run; what was charged stays charged."
+            )
+        left_out = {_IS_RARE} if replays else {_IS_RARE, _PROCESSORS}
+        then, now = ({k: v for k, v in c.items() if k not in left_out} for c in (then, now))
+        _compare(then, now, self.folder)
+
+    def save(self, position: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes a checkpoint; it is on disk when this returns."""
+        assert self._configuration is not None
+        content = Saved(
+            run=self.id,
+            entropy=self._entropy,
+            configuration=self._configuration,
+            ledger=self.ledger.position,
+            position=position,
+            arrays=arrays,
+        ).to_bytes()
+        found = self._files()
+        number = 1 + max(found, default=0)
+        with self._named_errors(
+            "written; the checkpoint before it is intact. Make room, then resume"
+        ):
+            _files.write_atomically(
+                self.folder / f"checkpoint-{number:08d}", content, mode=_files.PRIVATE_FILE
+            )
+            for old in sorted(found)[: len(found) + 1 - KEPT]:
+                found[old].unlink()
+
+    def finish(self) -> None:
+        """Removes the checkpoints and the key, unless they are to be kept; the ledger stays."""
+        if not self._checkpoint.keep:
+            remove_checkpoints(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Unlocks the folder; an unfinished run can be resumed."""
+        if self._owned is not None:
+            self._owned.close()
+        self._lock.close()
+
+    def _files(self) -> dict[int, Path]:
+        return checkpoint_files(self.folder)
+
+    def _load(self) -> Saved | None:
+        """The newest intact checkpoint; None if there never was one."""
+        found = self._files()
+        for number in sorted(found, reverse=True):
+            try:
+                saved = Saved.from_bytes(found[number].read_bytes())
+            except (ValueError, KeyError, TypeError):
+                continue
+            if number != max(found):
+                warn(
+                    f"the newest checkpoint in {str(self.folder)!r} is damaged; going on from the "
+                    "one before it.",
+                    UserWarning,
+                )
+                self._is_behind = True
+                # It would count as the newest again.
+                for damaged in set(found) - {number}:
+                    if damaged > number:
+                        found[damaged].unlink()
+            return saved
+        if found:
+            raise CheckpointError(
+                f"expected an intact checkpoint in {str(self.folder)!r}, got none that is not "
+                "cut or changed. Restore one from a copy, or remove the folder and start over; "
+                "what was charged stays charged."
+            )
+        return None
+
+    @contextlib.contextmanager
+    def _named_errors(self, what: str):
+        try:
+            yield
+        except OSError as error:
+            self._raise(what, error)
+
+    def _raise(self, what: str, error: OSError):
+        raise CheckpointError(
+            f"expected a run folder that can be {what}, got {str(self.folder)!r} "
+            f"({error.strerror or error}). Make room or give access; a run that had begun can then "
+            "be resumed from the checkpoint before."
+        ) from error
+
+
+def is_unfinished(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that can be resumed.
+
+    Raises:
+        LockedError: if a process is at it now.
+    """
+    if not checkpoint_files(folder):
+        return False
+    _files.Lock(Path(folder) / "lock", f"the run folder {str(folder)!r}").close()
+    return True
+
+
+def checkpoint_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """The checkpoints in a folder, by number."""
+    if not Path(folder).is_dir():
+        return {}
+    matches = ((_NAME.fullmatch(path.name), path) for path in Path(folder).iterdir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
+    """Removes what is secret in a run folder; the ledger stays."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    _remove_leftovers(folder)
+    # The key goes last: without it a checkpoint that is still there could not be resumed.
+    for _, path in sorted(checkpoint_files(folder).items()):
+        path.unlink(missing_ok=True)
+    (folder / _fingerprint.KEY_FILE).unlink(missing_ok=True)
+    _files.sync_folder(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    # A checkpoint that was being written when the process was killed is as secret as a whole one.
+    for name in ("checkpoint-", _fingerprint.KEY_FILE):
+        _files.remove_leftovers(folder, name)
+
+
+def _is_exact() -> bool:
+    """Whether the device computes the same program twice to the same bits."""
+    deterministic = "xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    return jax.devices()[0].platform == "cpu" or deterministic
+
+
+def _num_processors() -> int:
+    """Those that this process may use, which is what the compiler goes by."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _noise_program() -> str:
+    privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
+    sums = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(4)}
+    return program("the noise", privatizer.update, sums, privatizer.init(sums))
+
+
+def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
+    different = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    if not different:
+        return
+    parts = []
+    for name in different:
+        before, after = then.get(name, "nothing"), now.get(name, "nothing")
+        long = max(len(before), len(after)) > 300 or re.fullmatch("[0-9a-f]{64}", before)
+        parts.append(name if long else f"{name} ({before} then, {after} now)")
+    raise CheckpointError(
+        f"expected the same run as the one in {str(folder)!r}, got one that differs in: "
+        f"{'; '.join(parts)}. Resume with what it began with, or use another folder for a new run."
+    )
+
+
+# Trees of arrays, by the paths of their leaves.
+
+
+def to_arrays(tree: PyTree, prefix: str) -> dict[str, np.ndarray]:
+    """The leaves of a tree by name; random keys as their data."""
+    return {
+        prefix + jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def from_arrays(like: PyTree, arrays: Mapping[str, np.ndarray], prefix: str) -> PyTree:
+    """The inverse of `to_arrays`, for a tree of the same structure as `like`."""
+
+    def restored(path, leaf):
+        found = arrays.get(prefix + jax.tree_util.keystr(path))
+        plain = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+        if found is None or found.shape != plain.shape or found.dtype != plain.dtype:
+            raise CheckpointError(
+                f"expected {plain.dtype} of shape {plain.shape} at {jax.tree_util.keystr(path)} in "
+                "the checkpoint, got something else. Use the model and optimiser that wrote it."
+            )
+        value = jnp.asarray(found)
+        return (
+            jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+            if _is_key(leaf)
+            else value
+        )
+
+    return jax.tree_util.tree_map_with_path(restored, like)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def program(name: str, function: Any, *like: Any) -> str:
+    """A hash of what a function computes: its compiled-to-be program and the arrays it holds.
+
+    Equal in every process for equal programs, whatever their functions are called. A gradient is
+    hashed with the custom rules that it was traced with: pass `jax.value_and_grad(...)`. What is
+    printed by `jax.debug.print` is not part of it; that something is printed is, since the compiler
+    may then round otherwise.
+
+    Args:
+        name: what the function is, for messages.
+        function: any JAX function.
+        *like: arguments, or their shapes and types.
+
+    Raises:
+        CheckpointError: if it calls something that is no part of the program, such as a host
+            callback: nobody could tell whether that is still the same.
+    """
+    traced = jax.jit(function).trace(*like)
+    for equation in _jaxprs.equations(traced.jaxpr):
+        operation = equation.primitive.name
+        if _isolation.is_opaque(operation):
+            raise CheckpointError(
+                f"expected {name} to be a program that can be compared when the run is resumed, "
+                f"got one with the operation {operation!r}, whose code is not part of it. Compute "
+                "it with JAX (jax.debug.print is allowed), or train without a checkpoint."
+            )
+    held = _fingerprint.of_arrays(b"no secret", _jaxprs.constants(traced.jaxpr))
+    text = _without_names(traced.lower().as_text())
+    return _fingerprint.of_text({"program": text, "constants": held})
+
+
+_SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
+_DEFINED = re.compile(rf"(?:^module|\bfunc\.func(?: \w+)?) ({_SYMBOL.pattern})", re.MULTILINE)
+
+
+def _without_names(text: str) -> str:
+    """The text of a module with its functions numbered; names of operations stay."""
+    numbers: dict[str, str] = {}
+    for symbol in _DEFINED.findall(text):
+        numbers.setdefault(symbol, f"@{len(numbers)}")
+    return _SYMBOL.sub(lambda match: numbers.get(match[0], match[0]), text)
+
+
+def fields(name: str, value: Any) -> dict[str, str]:
+    """A dataclass as one entry per field, so that a message can say which of them differs."""
+    if isinstance(value, np.ndarray | jax.Array):
+        # Its repr leaves out the middle.
+        return {name: _fingerprint.of_arrays(b"no secret", value)}
+    if not dataclasses.is_dataclass(value):
+        return {name: repr(value)}
+    found = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        if field.repr:
+            found |= fields(f"{name}.{field.name}", getattr(value, field.name))
+    return found
+
+
+def outline(values: Sequence[float] | np.ndarray) -> str:
+    """A list of numbers in a word and a hash."""
+    array = np.asarray(values)
+    return f"{len(array)} values, {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
