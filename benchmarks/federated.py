@@ -85,14 +85,14 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     private = mirrordp.PrivateClients.from_users(users, max_examples_per_user=ROWS)
     block = max(1, rounds // 5)
     mechanism = mirrordp.Mechanism(
-        sampling=mirrordp.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
+        sampling=mirrordp.privacy.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
         l2_clip_norm=0.3,
         noise_multiplier=1.0,
         num_steps=rounds + 2 * block,
         adjacency=mirrordp.Adjacency.REPLACE,
         unit="user",
     )
-    run = mirrordp.federated_train(
+    run = mirrordp.training.federated_train(
         loss,
         params,
         private,
@@ -156,7 +156,7 @@ def paper_size(
         num_steps=PAPER_ROUNDS,
         unit="user",
     )
-    run = mirrordp.federated_train(
+    run = mirrordp.training.federated_train(
         network.loss,
         params,
         private,

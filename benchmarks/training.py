@@ -25,7 +25,7 @@ from benchmarks.clipping import NETWORKS, write_json
 from benchmarks.timing import Contender, measure
 from experiments import models
 from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
-from mirrordp.training.sweep import Run, train_sweep
+from mirrordp.training.sweep import SweepRun, train_sweep
 from mirrordp.updates.public import public_grad
 
 SWEEP_SIZES = {"cifar10": (1, 2, 4), "emnist": (1, 2, 4, 8), "wikitext2": (1, 2, 4)}
@@ -154,7 +154,8 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
         rows.append(Row(network, name, timed(steps)))
     for size in sweep_sizes:
         runs = [
-            Run(seed=number, hyperparams={"learning_rate": 0.1 + number}) for number in range(size)
+            SweepRun(seed=number, hyperparams={"learning_rate": 0.1 + number})
+            for number in range(size)
         ]
         steps = train_sweep(net.loss, params, private, runs=runs, **options)
         rows.append(Row(network, f"train_sweep: {size} runs of DP-SGD", timed(steps)))
@@ -175,7 +176,7 @@ def whole_runs(
             net.loss,
             params,
             private,
-            runs=[Run(seed=i, hyperparams={"learning_rate": 0.1 + i}) for i in range(size)],
+            runs=[SweepRun(seed=i, hyperparams={"learning_rate": 0.1 + i}) for i in range(size)],
             mechanism=mechanism(batch_size, num_examples, num_steps),
             optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
             average=mirrordp.ExponentialAverage(0.999),

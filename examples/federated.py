@@ -62,7 +62,7 @@ warm = mirrordp.warm_start_clients(
 
 
 def train(params, alpha=1.0):
-    *_, (state, info) = mirrordp.federated_train(
+    *_, (state, info) = mirrordp.training.federated_train(
         loss_fn,
         params,
         private,

@@ -1,6 +1,6 @@
 """Federated PDA-DPMD in plain loops: no vmap, no scan, no padding. Slow, and easy to check.
 
-`mirrordp.federated_train` does the same many rounds per compiled call; the tests hold one against
+`mirrordp.train` does the same many rounds per compiled call; the tests hold one against
 the other. Randomness comes from the library, so that both meet the same users in the same order.
 """
 
@@ -132,7 +132,7 @@ def main():
     )
     options = {"mechanism": mechanism, "client_learning_rate": 0.1, "alpha": 0.8, "seed": 1}
     slow = train(loss_fn, jnp.zeros(3), private, public, batch_size=4, **options)
-    *_, (state, _) = mirrordp.federated_train(
+    *_, (state, _) = mirrordp.training.federated_train(
         loss_fn, jnp.zeros(3), private, public, client_batch_size=4, **options
     )
     print(f"by hand {slow}, compiled {state.params}")

@@ -1,101 +1,72 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from mirrordp import mirror
-from mirrordp._versions import VERSION as __version__
-from mirrordp.data import (
-    Overlap,
-    PrivateClients,
-    PrivateData,
-    PublicClients,
-    PublicData,
-    UnprotectedWarning,
-    split,
-)
-from mirrordp.mirror import theory
-from mirrordp.privacy import accounting, ghost
-from mirrordp.privacy.accounting import Accountant, Adjacency, UnsupportedError
-from mirrordp.privacy.clipping import ClippedGrad, clipped_grad
-from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.privacy.noise import BandedNoise, GaussianNoise, SecureGaussianNoise
-from mirrordp.privacy.sampling import (
-    CyclicPoissonSampling,
-    FixedSizeSampling,
-    FullBatch,
-    PoissonSampling,
-)
-from mirrordp.report import RunReport
-from mirrordp.spending.budget import Budget
-from mirrordp.spending.files import StorageError
-from mirrordp.spending.ledger import FileLedger, Ledger
-from mirrordp.training import federated
-from mirrordp.training.central import TrainInfo, TrainState, TrainStep, train
-from mirrordp.training.checkpoint import Checkpoint
-from mirrordp.training.exact import algorithm_1, paper_mechanism
-from mirrordp.training.federated import AdaptiveClip, federated_train, warm_start_clients
-from mirrordp.training.sweep import Run, train_sweep
-from mirrordp.updates import (
-    accelerated_mirror_descent,
-    lazy_mirror_descent,
-    linearized_lazy_mirror_descent,
-    mirror_descent,
-    mix_public_gradient,
-    schedules,
-)
-from mirrordp.updates.averages import ExponentialAverage, UniformAverage
-from mirrordp.updates.public import WarmStart, warm_start
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "__version__",
-    "Accountant",
-    "AdaptiveClip",
-    "Adjacency",
-    "BandedNoise",
-    "Budget",
-    "Checkpoint",
-    "ClippedGrad",
-    "CyclicPoissonSampling",
-    "ExponentialAverage",
-    "FileLedger",
-    "FixedSizeSampling",
-    "FullBatch",
-    "GaussianNoise",
-    "Ledger",
-    "Mechanism",
-    "Overlap",
-    "PoissonSampling",
-    "PrivateClients",
-    "PrivateData",
-    "PublicClients",
-    "PublicData",
-    "Run",
-    "RunReport",
-    "SecureGaussianNoise",
-    "StorageError",
-    "TrainInfo",
-    "TrainState",
-    "TrainStep",
-    "UniformAverage",
-    "UnprotectedWarning",
-    "UnsupportedError",
-    "WarmStart",
-    "accelerated_mirror_descent",
-    "accounting",
-    "algorithm_1",
-    "clipped_grad",
-    "federated",
-    "federated_train",
-    "ghost",
-    "lazy_mirror_descent",
-    "linearized_lazy_mirror_descent",
-    "mirror",
-    "mirror_descent",
-    "mix_public_gradient",
-    "paper_mechanism",
-    "schedules",
-    "split",
-    "theory",
-    "train",
-    "train_sweep",
-    "warm_start",
-    "warm_start_clients",
-]
+from mirrordp._lazy import lazily
+from mirrordp._versions import VERSION
+
+if TYPE_CHECKING:
+    from mirrordp import mirror as mirror
+    from mirrordp.data.rows import (
+        PrivateClients as PrivateClients,
+        PrivateData as PrivateData,
+        PublicClients as PublicClients,
+        PublicData as PublicData,
+        split_rows as split_rows,
+    )
+    from mirrordp.privacy.accounting import (
+        Adjacency as Adjacency,
+    )
+    from mirrordp.privacy.clipping import (
+        clipped_grad as clipped_grad,
+    )
+    from mirrordp.privacy.mechanism import (
+        Mechanism as Mechanism,
+    )
+    from mirrordp.privacy.noise import (
+        GaussianNoise as GaussianNoise,
+        SecureGaussianNoise as SecureGaussianNoise,
+    )
+    from mirrordp.privacy.sampling import (
+        PoissonSampling as PoissonSampling,
+    )
+    from mirrordp.report.statement import (
+        RunReport as RunReport,
+    )
+    from mirrordp.spending.budget import (
+        Budget as Budget,
+    )
+    from mirrordp.spending.ledger import (
+        FileLedger as FileLedger,
+        Ledger as Ledger,
+    )
+    from mirrordp.training.central import (
+        TrainStep as TrainStep,
+        train as train,
+    )
+    from mirrordp.training.checkpoint import (
+        Checkpoint as Checkpoint,
+    )
+    from mirrordp.training.federated import (
+        FederatedStep as FederatedStep,
+        warm_start_clients as warm_start_clients,
+    )
+    from mirrordp.training.sweep import (
+        SweepRun as SweepRun,
+        train_sweep as train_sweep,
+    )
+    from mirrordp.updates import schedules as schedules
+    from mirrordp.updates.averages import (
+        ExponentialAverage as ExponentialAverage,
+        UniformAverage as UniformAverage,
+    )
+    from mirrordp.updates.descent import (
+        mirror_descent as mirror_descent,
+        mix_public_gradient as mix_public_gradient,
+    )
+    from mirrordp.updates.public import (
+        warm_start as warm_start,
+    )
+
+__version__ = VERSION
+__getattr__, __dir__, __all__ = lazily(__name__, __file__)

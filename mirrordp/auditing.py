@@ -48,7 +48,7 @@ from mirrordp.training.federated import (
     pad_users,
     user_keys,
 )
-from mirrordp.training.sweep import Run, train_sweep
+from mirrordp.training.sweep import SweepRun, train_sweep
 from mirrordp.types import Batch, Params, PyTree
 from mirrordp.updates import mirror_descent
 
@@ -522,7 +522,7 @@ def _paired(mechanism, algorithm, reported, delta, significance, num_runs, rng) 
             _pull,
             _start(2),
             PrivateData(private),
-            runs=[Run(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
+            runs=[SweepRun(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
             mechanism=mechanism,
             **{name: value for name, value in options.items() if name != "alpha"},
         )

@@ -135,10 +135,10 @@ VARIANTS = {
     "poisson": {"mechanism": lambda: tools.mechanism()},
     "banded": {
         "mechanism": lambda: tools.mechanism(
-            sampling=mirrordp.CyclicPoissonSampling.for_batch_size(
+            sampling=mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
                 5, num_examples=tools.ROWS, num_groups=3
             ),
-            noise=mirrordp.BandedNoise((1.0, 0.5, 0.2)),
+            noise=mirrordp.privacy.BandedNoise((1.0, 0.5, 0.2)),
         ),
         "every": 2,
     },
@@ -198,7 +198,7 @@ def train_users(folder: Path) -> None:
     federated._run_passes = noted
     rows = [tools.features(rows=1 + number % 4, seed=number) for number in range(tools.ROWS)]
     checkpoint = mirrordp.Checkpoint(folder / "run", resume=True, keep=True)
-    finish(folder, checkpoint, lambda: mirrordp.federated_train(
+    finish(folder, checkpoint, lambda: mirrordp.training.federated_train(
         tools.squared_distance,
         jnp.array([0.5, -0.5, 0.25]),
         mirrordp.PrivateClients.from_users(rows, max_examples_per_user=4),
@@ -206,7 +206,7 @@ def train_users(folder: Path) -> None:
         mechanism=tools.mechanism(unit="user"),
         client_learning_rate=0.1,
         alpha=0.5,
-        adaptive_clip=mirrordp.AdaptiveClip(),
+        adaptive_clip=mirrordp.training.AdaptiveClip(),
         rounds_per_call=2,
         users_per_pass=8,
         seed=11,
@@ -219,7 +219,7 @@ def finish(folder: Path, checkpoint: mirrordp.Checkpoint, begin: Callable) -> No
     if (folder / "result").exists():
         return checkpoint.remove()
     for state, info in begin():
-        steps = info.step if isinstance(info, mirrordp.TrainInfo) else info.round
+        steps = info.step if isinstance(info, mirrordp.training.TrainInfo) else info.round
         result = [digest(state), steps, [float(norm) for norm in info.noisy_grad_norm]]
     temporary = folder / "result.part"
     temporary.write_text(json.dumps(result))

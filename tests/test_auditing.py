@@ -496,7 +496,7 @@ class TestRefused:
     def test_sampling_of_everybody(self):
         with pytest.raises(ValueError, match="nothing is drawn where every record joins"):
             auditing.audit(
-                made(sampling=mirrordp.FullBatch.of(CANARIES)), attacks=[Attack.SAMPLING]
+                made(sampling=mirrordp.privacy.FullBatch.of(CANARIES)), attacks=[Attack.SAMPLING]
             )
 
     def test_a_paired_attack_on_federated_runs(self):

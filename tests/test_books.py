@@ -8,7 +8,6 @@ import pytest
 
 import mirrordp
 from mirrordp import (
-    AdaptiveClip,
     Adjacency,
     Budget,
     Checkpoint,
@@ -18,10 +17,10 @@ from mirrordp import (
     SecureGaussianNoise,
 )
 from mirrordp.spending.budget import BudgetError
-from mirrordp.training import federated, sweep as sweeps
+from mirrordp.training import AdaptiveClip, federated, sweep as sweeps
 from mirrordp.training.bookkeeping import Books
 from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
-from mirrordp.training.sweep import Run, train_sweep
+from mirrordp.training.sweep import SweepRun, train_sweep
 from tests import test_federated, tools
 from tests.test_federated import PUBLIC, clients
 from tests.test_training import bits
@@ -273,7 +272,11 @@ class TestSweeps:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(sweeps, "_run_all", look)
-        runs = [Run(seed=1), Run(seed=2, alpha=[0.0] * 5 + [0.5] * 7), Run(seed=3, alpha=0.5)]
+        runs = [
+            SweepRun(seed=1),
+            SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7),
+            SweepRun(seed=3, alpha=0.5),
+        ]
         with pytest.raises(KeyboardInterrupt):
             next(sweep(runs, budget=budget))
         # The second run reads nothing in the first block.
@@ -281,7 +284,9 @@ class TestSweeps:
         assert len({record["run"] for record in seen[0]}) == 2
 
     def test_all_runs_are_charged_to_the_end(self, budget):
-        last(sweep([Run(seed=1), Run(seed=2, alpha=[0.0] * 5 + [0.5] * 7)], budget=budget))
+        last(
+            sweep([SweepRun(seed=1), SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7)], budget=budget)
+        )
         one = tools.mechanism()
         assert budget.ledger.event == dp_accounting.SelfComposedDpEvent(one.event.event, 12 + 7)
         assert budget.status.runs == 2
@@ -295,20 +300,20 @@ class TestSweeps:
         monkeypatch.setattr("mirrordp.training.central.excluded_rows", fail)
         monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
-            sweep([Run(seed=seed) for seed in range(fitting + 1)], mechanism=mechanism,
+            sweep([SweepRun(seed=seed) for seed in range(fitting + 1)], mechanism=mechanism,
                   budget=budget)  # fmt: skip
         assert budget.status.charges == 0
         monkeypatch.undo()
-        last(sweep([Run(seed=s) for s in range(fitting)], mechanism=mechanism, budget=budget))
+        last(sweep([SweepRun(seed=s) for s in range(fitting)], mechanism=mechanism, budget=budget))
         assert budget.status.runs == fitting
         with pytest.raises(BudgetError, match="within the budget"):
-            sweep([Run()], mechanism=mechanism, budget=budget)
+            sweep([SweepRun()], mechanism=mechanism, budget=budget)
 
     def test_refused(self, budget):
         with pytest.raises(ValueError, match="a ledger or a budget, got both"):
-            sweep([Run()], budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
+            sweep([SweepRun()], budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
         with pytest.raises(BudgetError, match="One budget has one of each"):
-            sweep([Run()], budget=budget, mechanism=tools.mechanism(unit="user"))
+            sweep([SweepRun()], budget=budget, mechanism=tools.mechanism(unit="user"))
         with pytest.raises(ValueError, match="do not share their noise, got seed 3 twice"):
-            sweep([Run(seed=3), Run(seed=4), Run(seed=3)], budget=budget)
+            sweep([SweepRun(seed=3), SweepRun(seed=4), SweepRun(seed=3)], budget=budget)
         assert budget.status.charges == 0

@@ -28,7 +28,7 @@ from mirrordp.privacy import accounting
 from mirrordp.spending.budget import BudgetError, choose_orders, renyi_limit
 from mirrordp.spending.files import LockedError, StorageError
 from mirrordp.spending.ledger import Block, FileLedger, LedgerError
-from mirrordp.training.sweep import Run
+from mirrordp.training.sweep import SweepRun
 from tests import tools
 from tests.test_cli_fit import make_table
 from tests.tools import last, mechanism, sgd
@@ -165,10 +165,10 @@ class TestFilter:
 
 SAMPLINGS = {
     "poisson": lambda q: mirrordp.PoissonSampling(sampling_prob=q, expected_batch_size=400 * q),
-    "cyclic": lambda q: mirrordp.CyclicPoissonSampling(
+    "cyclic": lambda q: mirrordp.privacy.CyclicPoissonSampling(
         sampling_prob=q, num_groups=3, expected_batch_size=400 * q / 3
     ),
-    "full": lambda q: mirrordp.FullBatch(expected_batch_size=400),
+    "full": lambda q: mirrordp.privacy.FullBatch(expected_batch_size=400),
 }
 
 
@@ -369,7 +369,10 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         "other",
-        [{"unit": "user"}, {"adjacency": Adjacency.REPLACE, "sampling": mirrordp.FullBatch.of(40)}],
+        [
+            {"unit": "user"},
+            {"adjacency": Adjacency.REPLACE, "sampling": mirrordp.privacy.FullBatch.of(40)},
+        ],
     )
     def test_one_adjacency_and_one_unit(self, budget, other):
         with pytest.raises(BudgetError, match="One budget has one of each"):
@@ -516,7 +519,7 @@ class TestOneHolder:
     def test_its_ledger_is_not_charged_behind_its_back(self, budget, folder):
         options = {"mechanism": mechanism(), "optimizer": sgd(0.1)}
         for charge in (mirrordp.train, mirrordp.train_sweep):
-            runs = {"runs": [Run()]} if charge is mirrordp.train_sweep else {}
+            runs = {"runs": [SweepRun()]} if charge is mirrordp.train_sweep else {}
             with pytest.raises(ValueError, match="the ledger of a budget"):
                 charge(
                     tools.squared_distance, np.zeros(tools.FEATURES), ROWS,
@@ -549,7 +552,7 @@ class TestSeeds:
                     ROWS,
                     mechanism=mechanism(),
                     optimizer=sgd(0.1),
-                    runs=[Run(seed=3), Run(seed=7)],
+                    runs=[SweepRun(seed=3), SweepRun(seed=7)],
                     budget=budget,
                 )
             assert budget.ledger.position == length
@@ -557,7 +560,7 @@ class TestSeeds:
     def test_one_that_a_sweep_had(self, budget):
         mirrordp.train_sweep(
             tools.squared_distance, np.zeros(tools.FEATURES, np.float32), ROWS,
-            mechanism=mechanism(), optimizer=sgd(0.1), runs=[Run(seed=3)], budget=budget,
+            mechanism=mechanism(), optimizer=sgd(0.1), runs=[SweepRun(seed=3)], budget=budget,
         )  # fmt: skip
         with pytest.raises(BudgetError, match="got seed 3 again"):
             train(budget, seed=3)

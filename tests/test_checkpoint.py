@@ -92,10 +92,10 @@ class TestResume:
         [
             {
                 "mechanism": mechanism(
-                    sampling=mirrordp.CyclicPoissonSampling.for_batch_size(
+                    sampling=mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
                         5, num_examples=40, num_groups=3
                     ),
-                    noise=mirrordp.BandedNoise((1.0, 0.5, 0.2)),
+                    noise=mirrordp.privacy.BandedNoise((1.0, 0.5, 0.2)),
                 )
             },
             {"alpha": [0.5, 0.0, 1.0] * 4, "show_unprivatized": True, "public_batch_size": 4},
@@ -463,7 +463,7 @@ try:
     run = mirrordp.Checkpoint(sys.argv[1]).open(mirrordp.Adjacency.ZERO_OUT)
     run.verify({}, 0)
     run.save({}, {"w": jnp.zeros(1000)})
-except mirrordp.StorageError as error:
+except mirrordp.spending.StorageError as error:
     print(f"{type(error).__name__}: {error}")
 """
 

@@ -13,7 +13,7 @@ from mirrordp.privacy._convolutions import as_products
 from mirrordp.privacy.clipping import takes_key
 from mirrordp.training.central import TrainStep
 from mirrordp.training.federated import local_update
-from mirrordp.training.sweep import Run, run_state, train_sweep
+from mirrordp.training.sweep import SweepRun, run_state, train_sweep
 from mirrordp.updates.public import public_grad
 from tests.tools import last, mechanism
 
@@ -157,7 +157,7 @@ def test_networks_side_by_side_are_the_networks_one_by_one(monkeypatch):
     params, example = params.astype(jnp.float32), example.astype(jnp.float32)
     rows = np.random.default_rng(1).normal(size=(40, *example.shape)).astype(np.float32)
     common = {"mechanism": mechanism(), "optimizer": optax.sgd(0.01)}
-    runs = [Run(seed=1), Run(seed=2, params=2 * params)]
+    runs = [SweepRun(seed=1), SweepRun(seed=2, params=2 * params)]
     states, _ = last(train_sweep(loss, params, PrivateData(rows), runs=runs, **common))
     monkeypatch.setattr("mirrordp.training.central.where_faster", lambda loss_fn: loss_fn)
     for number, begin in enumerate((params, 2 * params)):

@@ -8,16 +8,15 @@ import pandas
 import pytest
 
 import mirrordp
-from mirrordp import (
+from mirrordp import PrivateClients, PrivateData, PublicClients, PublicData, split_rows
+from mirrordp.data import (
+    UNPROTECTED,
     Overlap,
-    PrivateClients,
-    PrivateData,
-    PublicClients,
-    PublicData,
     UnprotectedWarning,
-    split,
+    excluded_rows,
+    require_private,
+    require_public,
 )
-from mirrordp.data import UNPROTECTED, excluded_rows, require_private, require_public
 
 BOTH = pytest.mark.parametrize("kind", [PrivateData, PublicData])
 
@@ -195,7 +194,7 @@ class TestOverlap:
 class TestSplit:
     def test_partitions_the_rows(self):
         data = {"x": np.arange(100.0)[:, None], "y": np.arange(100)}
-        private, public = split(data, public_fraction=0.04, seed=1)
+        private, public = split_rows(data, public_fraction=0.04, seed=1)
         assert (len(private), len(public)) == (96, 4)
         together = np.concatenate([private.arrays["y"], public.arrays["y"]])
         assert sorted(together) == list(range(100))
@@ -203,14 +202,14 @@ class TestSplit:
 
     def test_the_seed_decides(self):
         x = np.arange(100.0)
-        same = [split(x, public_fraction=0.1, seed=3)[1].arrays for _ in range(2)]
+        same = [split_rows(x, public_fraction=0.1, seed=3)[1].arrays for _ in range(2)]
         np.testing.assert_array_equal(*same)
-        assert (same[0] != split(x, public_fraction=0.1, seed=4)[1].arrays).any()
+        assert (same[0] != split_rows(x, public_fraction=0.1, seed=4)[1].arrays).any()
 
     @pytest.mark.parametrize("bad", [0.0, 1.0, -1.0, np.nan])
     def test_bad_fraction(self, bad):
         with pytest.raises(ValueError, match=r"public_fraction must be a number in \(0, 1\)"):
-            split(np.arange(10.0), public_fraction=bad, seed=0)
+            split_rows(np.arange(10.0), public_fraction=bad, seed=0)
 
 
 def users_of(odd, kind=np.uint8):
@@ -369,7 +368,7 @@ class TestOtherContainers:
             lambda data: mirrordp.PrivateClients.from_rows(data, [0, 1, 1]),
             lambda data: mirrordp.PublicClients.from_users([data]),
             lambda data: mirrordp.PrivateClients(data, np.array([3]), None, 5),
-            lambda data: mirrordp.split(data, public_fraction=0.5, seed=0),
+            lambda data: mirrordp.split_rows(data, public_fraction=0.5, seed=0),
         ],
     )
     def test_refused(self, make, data):

@@ -63,7 +63,7 @@ def problem(family, rows=40, seed=0, width=WIDTH):
 
 def full_batch(rows, *, num_steps=1, noise_multiplier=1.0, l2_clip_norm=1.0):
     return mirrordp.Mechanism(
-        sampling=mirrordp.FullBatch.of(rows),
+        sampling=mirrordp.privacy.FullBatch.of(rows),
         l2_clip_norm=l2_clip_norm,
         noise_multiplier=noise_multiplier,
         num_steps=num_steps,
@@ -463,7 +463,7 @@ class TestNeighbours:
         )  # fmt: skip
         return model.fit(x, y, *draw(task, 60, seed=1), counts=counts)
 
-    @pytest.mark.filterwarnings("ignore::mirrordp.UnprotectedWarning")
+    @pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
     @pytest.mark.parametrize("extreme", EXTREMES)
     def test_one_row_moves_the_sum_by_at_most_the_clip_norm(self, task, extreme, sums, monkeypatch):
         """Zero-out: with and without the row. Replace: the usual row and the extreme one."""
@@ -828,7 +828,7 @@ class TestRepeatedFits:
     def together(fits, epsilon=1.0, delta=1e-5):
         """ε of so many fits at ε each, by the accountant of a ledger."""
         one = mirrordp.Mechanism.calibrate(
-            epsilon=epsilon, delta=delta, sampling=mirrordp.FullBatch.of(100), num_steps=1,
+            epsilon=epsilon, delta=delta, sampling=mirrordp.privacy.FullBatch.of(100), num_steps=1,
             l2_clip_norm=1.0,
         )  # fmt: skip
         ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)

@@ -15,18 +15,9 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import (
-    Accountant,
-    AdaptiveClip,
-    Adjacency,
-    Mechanism,
-    PoissonSampling,
-    PrivateClients,
-    PublicClients,
-    federated_train,
-)
-from mirrordp.privacy import accounting
-from mirrordp.training import federated
+from mirrordp import Adjacency, Mechanism, PoissonSampling, PrivateClients, PublicClients
+from mirrordp.privacy import Accountant, accounting
+from mirrordp.training import AdaptiveClip, federated, federated_train
 from mirrordp.updates import schedules
 from tests import tools
 
@@ -59,7 +50,7 @@ def mechanism(**options):
     return Mechanism(**(defaults | options))
 
 
-EVERYONE = mechanism(sampling=mirrordp.FullBatch(expected_batch_size=5.0))
+EVERYONE = mechanism(sampling=mirrordp.privacy.FullBatch(expected_batch_size=5.0))
 PUBLIC = clients([rows(3, 50), rows(5, 51), rows(1, 52)], PublicClients)
 
 
@@ -245,7 +236,7 @@ class TestClientData:
     @pytest.mark.parametrize("name", ["3", 3.0, b"3", np.int64(3)])
     def test_a_number_and_its_text_are_one_name(self, name):
         public = clients([rows(2, 9)], PublicClients, ids=[name])
-        with pytest.warns(mirrordp.UnprotectedWarning):
+        with pytest.warns(mirrordp.data.UnprotectedWarning):
             mask = mirrordp.data.excluded_users(clients(ids=range(USERS)), public)
         assert np.flatnonzero(mask).tolist() == [3]
 
@@ -253,13 +244,15 @@ class TestClientData:
         names = [f"user {number}" for number in range(USERS)]
         private = clients(ids=names)
         public = clients([rows(2, 9)], PublicClients, ids=["user 3"])
-        with pytest.warns(mirrordp.UnprotectedWarning, match="1 private users are also public"):
+        with pytest.warns(
+            mirrordp.data.UnprotectedWarning, match="1 private users are also public"
+        ):
             mixed = sums(private, public, alpha=0.5, scale_noise=False)
         without = [np.zeros((0, 3), np.float32) if n == 3 else x for n, x in enumerate(LISTS)]
         expected = sums(clients(without), public, alpha=0.5, scale_noise=False)
         np.testing.assert_allclose(mixed, expected, atol=1e-6)
         with pytest.raises(ValueError, match="overlap='refuse'"):
-            run(private, public, alpha=0.5, overlap=mirrordp.Overlap.REFUSE)
+            run(private, public, alpha=0.5, overlap=mirrordp.data.Overlap.REFUSE)
 
 
 class TestClipDelta:
@@ -776,7 +769,7 @@ class TestOptions:
         lists = [np.array([[1 + norm / 0.3, 1, 1]], np.float32) for norm in norms]
         rounds = 80
         made = mechanism(
-            sampling=mirrordp.FullBatch.of(USERS), noise_multiplier=1.0, num_steps=rounds
+            sampling=mirrordp.privacy.FullBatch.of(USERS), noise_multiplier=1.0, num_steps=rounds
         )
         _, info = tools.last(
             run(
@@ -822,28 +815,30 @@ class TestOptions:
         assert abs(steps.mean()) < 4 * expected / np.sqrt(rounds)
 
     def test_correlated_noise(self):
-        sampling = mirrordp.CyclicPoissonSampling.for_batch_size(
+        sampling = mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
             5, num_examples=USERS, num_groups=2, capacity=4
         )
         banded = mechanism(
             sampling=sampling,
             noise_multiplier=1.0,
-            noise=mirrordp.BandedNoise.optimal(ROUNDS, num_bands=2),
+            noise=mirrordp.privacy.BandedNoise.optimal(ROUNDS, num_bands=2),
         )
         made = sums(mechanism=banded)
         silent = sums(mechanism=dataclasses.replace(banded, noise_multiplier=0.0))
         assert np.isfinite(made).all()
         assert np.abs(made - silent).min() > 0
-        with pytest.raises(mirrordp.UnsupportedError, match="refused together with adaptive_clip"):
+        with pytest.raises(
+            mirrordp.privacy.UnsupportedError, match="refused together with adaptive_clip"
+        ):
             run(mechanism=banded, adaptive_clip=AdaptiveClip())
         with pytest.raises(ValueError, match="needs every step to be a private one"):
             run(mechanism=banded, public=PUBLIC, alpha=[1, 1, 0, 1, 1, 1])
-        with pytest.raises(mirrordp.UnsupportedError, match="neighbouring steps"):
-            mechanism(noise=mirrordp.BandedNoise.optimal(ROUNDS, num_bands=2))
+        with pytest.raises(mirrordp.privacy.UnsupportedError, match="neighbouring steps"):
+            mechanism(noise=mirrordp.privacy.BandedNoise.optimal(ROUNDS, num_bands=2))
 
     def test_fixed_size_cohorts_have_their_own_accounting(self):
-        sampling = mirrordp.FixedSizeSampling(batch_size=5, num_examples=USERS)
-        with pytest.raises(mirrordp.UnsupportedError, match="fixed-size"):
+        sampling = mirrordp.privacy.FixedSizeSampling(batch_size=5, num_examples=USERS)
+        with pytest.raises(mirrordp.privacy.UnsupportedError, match="fixed-size"):
             mechanism(sampling=sampling)
         fixed = mechanism(sampling=sampling, adjacency=Adjacency.REPLACE, noise_multiplier=2.0)
         _, info = tools.last(run(mechanism=fixed, show_unprivatized=True))

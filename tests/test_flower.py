@@ -33,8 +33,9 @@ from flwr.app import (
 from flwr.supercore.task_identity import TaskIdentity
 
 import mirrordp
-from mirrordp import Accountant, Adjacency, FullBatch, Mechanism, PoissonSampling, PublicData
+from mirrordp import Adjacency, Mechanism, PoissonSampling, PublicData
 from mirrordp.integrations import flower
+from mirrordp.privacy import Accountant, FullBatch
 from mirrordp.privacy.accounting import UnsupportedError
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training import federated
@@ -535,7 +536,7 @@ def test_epsilon_without_amplification():
         assert "accepted" not in report.to_json()
         assert report.results["accuracy"] == 0.5
     fixed = mechanism(
-        sampling=mirrordp.FixedSizeSampling(batch_size=2, num_examples=USERS),
+        sampling=mirrordp.privacy.FixedSizeSampling(batch_size=2, num_examples=USERS),
         adjacency=Adjacency.REPLACE,
         **fast,
     )
@@ -569,7 +570,7 @@ def test_public_side_and_alpha():
 
 
 def test_adaptive_clip_sees_norms_above_the_clip_norm():
-    clip = mirrordp.AdaptiveClip()
+    clip = mirrordp.training.AdaptiveClip()
     small = one_round(lambda p, m: [reply(m, delta(1e-4))], strategy(step={"adaptive_clip": clip}))
     large = strategy(step={"adaptive_clip": clip})
     messages = ask(large)
@@ -620,7 +621,7 @@ def test_a_run_is_what_federated_train_simulates():
         [tools.features(rows=3, seed=50), tools.features(rows=2, seed=51)], max_examples_per_user=4
     )
     optimizer = federated.server_sgd(0.5)
-    *_, (simulated, _) = mirrordp.federated_train(
+    *_, (simulated, _) = mirrordp.training.federated_train(
         tools.squared_distance,
         start,
         mirrordp.PrivateClients.from_users(lists, max_examples_per_user=4),

@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mirrordp
 from experiments.deep.settings import SettingsError, load
-from mirrordp import Adjacency, Budget, FileLedger, Mechanism, PrivateData, StorageError, cli
+from mirrordp import Adjacency, Budget, FileLedger, Mechanism, PrivateData, cli
 from mirrordp.linear import descent as linear
 from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
+from mirrordp.spending import StorageError
 from mirrordp.spending.ledger import Position
 from mirrordp.training.checkpoint import Saved
 

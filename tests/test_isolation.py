@@ -16,7 +16,7 @@ import mirrordp
 from mirrordp import Ledger, PrivateData, TrainStep
 from mirrordp.privacy import _isolation, clipping, ghost
 from mirrordp.training.federated import FederatedStep
-from mirrordp.training.sweep import Run, train_sweep
+from mirrordp.training.sweep import SweepRun, train_sweep
 from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])
@@ -205,7 +205,12 @@ class TestRuns:
             mirrordp.train(loss, THETA, PrivateData(ROWS), ledger=ledger, **self.options)
         with refused(operation):
             train_sweep(
-                loss, THETA, PrivateData(ROWS), runs=[Run(), Run()], ledger=ledger, **self.options
+                loss,
+                THETA,
+                PrivateData(ROWS),
+                runs=[SweepRun(), SweepRun()],
+                ledger=ledger,
+                **self.options,
             )
         assert ledger.epsilon(1e-5).epsilon == 0
         step = central(loss)

@@ -9,8 +9,8 @@ import threading
 import dp_accounting
 import pytest
 
-from mirrordp import Accountant, Adjacency, FileLedger, Ledger
-from mirrordp.privacy import accounting
+from mirrordp import Adjacency, FileLedger, Ledger
+from mirrordp.privacy import Accountant, accounting
 from mirrordp.spending import ledger as ledger_module
 from mirrordp.spending.files import LockedError
 from mirrordp.spending.ledger import (

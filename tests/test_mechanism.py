@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import mirrordp
-from mirrordp import (
+from mirrordp import Adjacency, Ledger, Mechanism, PoissonSampling
+from mirrordp.privacy import (
     Accountant,
-    Adjacency,
     CyclicPoissonSampling,
     FixedSizeSampling,
     FullBatch,
-    Ledger,
-    Mechanism,
-    PoissonSampling,
     UnsupportedError,
 )
 from tests import statistical, tools
@@ -166,7 +163,7 @@ class TestCalibrate:
             sampling=CYCLIC,
             num_steps=12,
             l2_clip_norm=1.0,
-            noise=mirrordp.BandedNoise((1.0, 0.5)),
+            noise=mirrordp.privacy.BandedNoise((1.0, 0.5)),
         )
         assert 0.495 <= found.epsilon(1e-3) <= 0.5
 

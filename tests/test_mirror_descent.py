@@ -44,7 +44,7 @@ def private(data):
 
 def full_batch(num_steps=6, noise_multiplier=1.0, l2_clip_norm=1.0):
     return mirrordp.Mechanism(
-        sampling=mirrordp.FullBatch.of(ROWS),
+        sampling=mirrordp.privacy.FullBatch.of(ROWS),
         l2_clip_norm=l2_clip_norm,
         noise_multiplier=noise_multiplier,
         num_steps=num_steps,
@@ -100,7 +100,7 @@ class TestIdentities:
         """The paper's scaling makes even the learning rate the same."""
         start = jnp.array([0.5, -1.0, 2.0, 0.0])
         mirror_map = QuadraticMap.from_hessian(7.0 * np.eye(WIDTH), start)
-        found = exact.algorithm_1(
+        found = exact.exact_mirror_descent(
             squared_error, private, mirror_map, mechanism=full_batch(), learning_rate=0.3, seed=0
         )
         assert mirrordp.RunReport.of(found.mechanism, 1e-5, info=found).seeded is True
@@ -185,8 +185,10 @@ class TestConvergence:
         smoothness = np.linalg.eigvalsh(x.T @ x / ROWS).max()
         mechanism = full_batch(num_steps=40, noise_multiplier=0.0, l2_clip_norm=1e6)
         options = {"mechanism": mechanism, "learning_rate": 1 / smoothness, "seed": 0}
-        fast = exact.algorithm_1(squared_error, private, mirror_map, accelerated=True, **options)
-        plain = exact.algorithm_1(squared_error, private, mirror_map, **options)
+        fast = exact.exact_mirror_descent(
+            squared_error, private, mirror_map, accelerated=True, **options
+        )
+        plain = exact.exact_mirror_descent(squared_error, private, mirror_map, **options)
         optimum = np.linalg.lstsq(x, y)[0]
 
         def loss(theta):
@@ -248,7 +250,7 @@ class TestWhatGoesWrong:
         state = run(private, jnp.ones(WIDTH), optimizer, full_batch())
         assert not state.opt_state.converged
         with pytest.warns(RuntimeWarning, match="did not converge"):
-            result = exact.algorithm_1(
+            result = exact.exact_mirror_descent(
                 squared_error, private, mirror_map, mechanism=full_batch(), learning_rate=50.0,
                 seed=0,
             )  # fmt: skip
@@ -263,7 +265,7 @@ class TestWhatGoesWrong:
 
     def test_a_tree_of_another_size_than_the_map(self, private):
         with pytest.raises(ValueError, match=r"like must have .* the mirror map, 4, got 5"):
-            exact.algorithm_1(
+            exact.exact_mirror_descent(
                 tree_loss, private, EuclideanMap(WIDTH), mechanism=full_batch(), learning_rate=0.1,
                 like=TREE,
             )  # fmt: skip
@@ -273,7 +275,7 @@ class TestWhatGoesWrong:
         folder = tmp_path / "budget"
         with mirrordp.Budget.create(folder, epsilon=0.5, delta=1e-3, data=private) as budget:
             for runs in (1, 2):
-                exact.algorithm_1(
+                exact.exact_mirror_descent(
                     squared_error, private, EuclideanMap(WIDTH), mechanism=mechanism,
                     learning_rate=0.1, budget=budget,
                 )  # fmt: skip
@@ -295,11 +297,11 @@ class TestAlgorithm1:
         x, y = data
         ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
         mechanism = mirrordp.Mechanism.calibrate(
-            epsilon=1.0, delta=1e-3, sampling=mirrordp.FullBatch.of(ROWS), num_steps=5,
+            epsilon=1.0, delta=1e-3, sampling=mirrordp.privacy.FullBatch.of(ROWS), num_steps=5,
             l2_clip_norm=1.0,
         )  # fmt: skip
         mirror_map = QuadraticMap.from_data(np.column_stack([np.ones(ROWS), x]), y)
-        result = exact.algorithm_1(
+        result = exact.exact_mirror_descent(
             tree_loss,
             private,
             mirror_map,
@@ -318,7 +320,7 @@ class TestAlgorithm1:
     def test_starts_at_the_public_optimum_over_the_set(self, private, data):
         x, y = data
         mirror_map = QuadraticMap.from_data(x, y)
-        result = exact.algorithm_1(
+        result = exact.exact_mirror_descent(
             squared_error, private, mirror_map, mechanism=full_batch(num_steps=1),
             learning_rate=0.1, constraint=Ball(0.5), seed=0,
         )  # fmt: skip
@@ -333,7 +335,7 @@ class TestAlgorithm1:
         def absolute_error(params, example):
             return jnp.abs(example["x"] @ params - example["y"])
 
-        result = exact.algorithm_1(
+        result = exact.exact_mirror_descent(
             absolute_error, private, QuadraticMap.from_data(x, y), mechanism=full_batch(),
             learning_rate=0.1, seed=0,
         )  # fmt: skip
@@ -346,7 +348,7 @@ class TestAlgorithm1:
             np.asarray(mirror_map.eigenvalues), num_public=ROWS, num_private=ROWS, epsilon=0.3,
             delta=1e-3, scale=float(mirror_map.scale),
         )  # fmt: skip
-        result = exact.algorithm_1(
+        result = exact.exact_mirror_descent(
             squared_error,
             private,
             mirror_map,
@@ -364,7 +366,7 @@ class TestAlgorithm1:
         assert mechanism.epsilon(1e-5) == pytest.approx(0.356, abs=2e-3)
         stddev = np.sqrt(8 * 0.5**2 * 20 * np.log(1e5)) / (1.0 * 1000)
         assert mechanism.noise_stddev / 1000 == pytest.approx(stddev)
-        with pytest.raises(mirrordp.UnsupportedError, match="add"):
+        with pytest.raises(mirrordp.privacy.UnsupportedError, match="add"):
             exact.paper_mechanism(epsilon=1.0, adjacency=mirrordp.Adjacency.REPLACE, **options)
-        with pytest.raises(mirrordp.UnsupportedError, match="epsilon"):
+        with pytest.raises(mirrordp.privacy.UnsupportedError, match="epsilon"):
             exact.paper_mechanism(epsilon=100.0, **options)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import BandedNoise, CyclicPoissonSampling, GaussianNoise, UnsupportedError
+from mirrordp import GaussianNoise
+from mirrordp.privacy import BandedNoise, CyclicPoissonSampling, UnsupportedError
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.training.central import randomness
 from tests import statistical, tools
@@ -280,7 +281,7 @@ class TestWhereCorrelatedNoiseIsRefused:
         ("sampling", "why"),
         [
             (tools.poisson(), "drawn in neighbouring steps"),
-            (mirrordp.FullBatch.of(40), "every record takes part in every step"),
+            (mirrordp.privacy.FullBatch.of(40), "every record takes part in every step"),
         ],
         ids=["Poisson", "full batch"],
     )
@@ -293,7 +294,7 @@ class TestWhereCorrelatedNoiseIsRefused:
     def test_fixed_size(self):
         with pytest.raises(UnsupportedError, match="drawn in neighbouring steps"):
             tools.mechanism(
-                sampling=mirrordp.FixedSizeSampling(batch_size=8, num_examples=40),
+                sampling=mirrordp.privacy.FixedSizeSampling(batch_size=8, num_examples=40),
                 adjacency=mirrordp.Adjacency.REPLACE,
                 noise=BANDED,
             )

@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from mirrordp import FullBatch, cli
+from mirrordp import cli
+from mirrordp.privacy import FullBatch
 from mirrordp.report import Curve, ReportError, RunReport, charts
 from mirrordp.report.comparison import Comparison
 from mirrordp.report.page import comparison_page, report_page

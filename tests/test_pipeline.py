@@ -155,9 +155,11 @@ def test_a_row_that_is_not_drawn_has_no_influence():
 @pytest.mark.parametrize("sampling", ["fixed", "full", "cyclic"])
 def test_other_samplings_under_replace(sampling):
     sampler = {
-        "fixed": mirrordp.FixedSizeSampling(batch_size=6, num_examples=ROWS, capacity=4),
-        "full": mirrordp.FullBatch(expected_batch_size=BATCH, num_examples=ROWS, capacity=7),
-        "cyclic": mirrordp.CyclicPoissonSampling.for_batch_size(
+        "fixed": mirrordp.privacy.FixedSizeSampling(batch_size=6, num_examples=ROWS, capacity=4),
+        "full": mirrordp.privacy.FullBatch(
+            expected_batch_size=BATCH, num_examples=ROWS, capacity=7
+        ),
+        "cyclic": mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
             6, num_examples=ROWS, num_groups=4, capacity=4
         ),
     }[sampling]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import Accountant, Adjacency, FullBatch, Ledger, Mechanism, PoissonSampling
+from mirrordp import Adjacency, Ledger, Mechanism, PoissonSampling
+from mirrordp.privacy import Accountant, FullBatch
 from mirrordp.report import (
     NOT_FOR_RELEASE,
     Curve,

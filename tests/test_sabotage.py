@@ -187,7 +187,7 @@ def replay_users(step_kind=FederatedStep, columns=3, replayed=None, **options):
     ("options", "replayed"),
     [
         ({}, {}),
-        ({"adaptive_clip": mirrordp.AdaptiveClip(budget_share=0.2)}, {}),
+        ({"adaptive_clip": mirrordp.training.AdaptiveClip(budget_share=0.2)}, {}),
         ({"local_epochs": 2}, {}),
         ({}, {"public": {"x": tools.features(5), "y": np.zeros(5, np.float32)}, "alpha": 0.25}),
     ],
@@ -291,7 +291,7 @@ class CountsBesidesTheBudget(FederatedStep):
 
 
 def test_replay_finds_a_count_that_is_not_part_of_the_norm():
-    adaptive = mirrordp.AdaptiveClip(budget_share=0.2)
+    adaptive = mirrordp.training.AdaptiveClip(budget_share=0.2)
     found = replay_users(CountsBesidesTheBudget, adaptive_clip=adaptive)
     assert found.largest == pytest.approx(1.2**0.5 * CLIP, rel=1e-3)
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mirrordp import (
-    Adjacency,
+from mirrordp import Adjacency, PoissonSampling
+from mirrordp.privacy import (
     CyclicPoissonSampling,
     FixedSizeSampling,
     FullBatch,
-    PoissonSampling,
     UnsupportedError,
+    sampling,
 )
-from mirrordp.privacy import sampling
 from tests import statistical
 from tests.contracts.sampler import SamplerContract, participation
 

@@ -12,10 +12,10 @@ import pytest
 from scipy import special, stats
 
 import mirrordp
-from mirrordp import Adjacency, SecureGaussianNoise, UnsupportedError, cli
+from mirrordp import Adjacency, SecureGaussianNoise, cli
 from mirrordp.linear import descent as linear
 from mirrordp.linear.estimators import PrivateLinearRegression
-from mirrordp.privacy import accounting, noise, secure
+from mirrordp.privacy import UnsupportedError, accounting, noise, secure
 from mirrordp.privacy._float64 import float64_call
 from mirrordp.privacy.secure import SecureRandom
 from mirrordp.report.page import report_page
@@ -289,7 +289,7 @@ class TestSensitivity:
 
     @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
     def test_the_price_of_the_default_lattice_is_small(self, adjacency):
-        sampling = mirrordp.FullBatch.of(100)
+        sampling = mirrordp.privacy.FullBatch.of(100)
         options = {"sampling": sampling, "adjacency": adjacency}
         plain = tools.mechanism(**options).epsilon(1e-5)
         found = tools.mechanism(**options, noise=SecureGaussianNoise(num_params=10**6))
@@ -299,7 +299,7 @@ class TestSensitivity:
         options = {
             "epsilon": 1.0,
             "delta": 1e-3,
-            "sampling": mirrordp.FullBatch.of(40),
+            "sampling": mirrordp.privacy.FullBatch.of(40),
             "num_steps": 12,
             "l2_clip_norm": 0.7,
         }
@@ -353,8 +353,8 @@ class TestTraining:
         assert statistical.accepts_uncorrelated(table[1:], table[:-1])
 
     def test_fixed_size_and_full_batches(self):
-        fixed = mirrordp.FixedSizeSampling(batch_size=8, num_examples=40)
-        for sampling, size in ((fixed, 8), (mirrordp.FullBatch.of(40), 40)):
+        fixed = mirrordp.privacy.FixedSizeSampling(batch_size=8, num_examples=40)
+        for sampling, size in ((fixed, 8), (mirrordp.privacy.FullBatch.of(40), 40)):
             draws = list(
                 tools.mechanism(
                     sampling=sampling,
@@ -371,7 +371,7 @@ class TestTraining:
         )
 
         def rounds(**options):
-            return mirrordp.federated_train(
+            return mirrordp.training.federated_train(
                 tools.squared_distance,
                 jnp.zeros(3),
                 users,
@@ -405,7 +405,7 @@ class TestTraining:
 
     def test_epsilon_over_steps_includes_the_lattice(self):
         noise = SecureGaussianNoise(num_params=10_000, bits=10)
-        mechanism = tools.mechanism(noise=noise, sampling=mirrordp.FullBatch.of(40))
+        mechanism = tools.mechanism(noise=noise, sampling=mirrordp.privacy.FullBatch.of(40))
         found = mirrordp.RunReport.of(mechanism, 1e-5)
         assert found.charged_multiplier < 0.8 * found.noise_multiplier
         for steps, epsilon in found.epsilon_over_steps:
@@ -413,7 +413,7 @@ class TestTraining:
             stated = accounting.epsilon(event, 1e-5, adjacency=Adjacency.ZERO_OUT).epsilon
             assert epsilon == pytest.approx(stated, rel=1e-9)
         assert found.epsilon_over_steps[-1][1] == found.epsilon
-        unrounded = tools.mechanism(sampling=mirrordp.FullBatch.of(40)).epsilon(1e-5)
+        unrounded = tools.mechanism(sampling=mirrordp.privacy.FullBatch.of(40)).epsilon(1e-5)
         assert found.epsilon > 1.2 * unrounded
 
     def test_an_interruption_while_noise_is_drawn_stays_one(self, monkeypatch):
@@ -439,7 +439,9 @@ class TestTraining:
 
 def secure_descent(**options):
     return tools.mechanism(
-        sampling=mirrordp.FullBatch.of(40), noise=SecureGaussianNoise(num_params=600), **options
+        sampling=mirrordp.privacy.FullBatch.of(40),
+        noise=SecureGaussianNoise(num_params=600),
+        **options,
     )
 
 
@@ -573,21 +575,23 @@ class TestRefused:
             tools.mechanism(noise=SecureGaussianNoise(num_params=3), noise_multiplier=0.0)
 
     def test_cyclic_sampling(self):
-        cyclic = mirrordp.CyclicPoissonSampling.for_batch_size(8, num_examples=40, num_groups=3)
+        cyclic = mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
+            8, num_examples=40, num_groups=3
+        )
         with pytest.raises(UnsupportedError, match="got cyclic Poisson sampling"):
             tools.mechanism(sampling=cyclic, noise=SecureGaussianNoise(num_params=3))
         with pytest.raises(TypeError, match="no secure form"):
             cyclic.batches(40, 3, SECURE)
 
     def test_a_sweep(self):
-        from mirrordp.training.sweep import Run, train_sweep
+        from mirrordp.training.sweep import SweepRun, train_sweep
 
         with pytest.raises(ValueError, match="has no secure mode"):
             train_sweep(
                 tools.squared_distance,
                 jnp.zeros(3),
                 mirrordp.PrivateData(tools.features()),
-                runs=[Run()],
+                runs=[SweepRun()],
                 mechanism=MECHANISM,
                 optimizer=tools.sgd(0.1),
             )

@@ -119,7 +119,7 @@ class TestPrepare:
         assert any("vocabulary" in line for line in made.facts["not_covered"])
 
     def test_overflow_warns(self, tsv):
-        with pytest.warns(mirrordp.UnprotectedWarning, match="sentences of private users"):
+        with pytest.warns(mirrordp.data.UnprotectedWarning, match="sentences of private users"):
             made = data.prepare(tsv, overflow=True, test_data=tsv)
         authors = {name.removeprefix("overflow of ") for name in made.public.ids}
         assert authors == {"user 38", "user 39"} & set(made.private.ids)
@@ -137,7 +137,7 @@ class TestPrepare:
                 for _ in range(700 if number < 12 else 3)
             )
         )
-        with pytest.warns(mirrordp.UnprotectedWarning):
+        with pytest.warns(mirrordp.data.UnprotectedWarning):
             made = data.prepare(path, overflow=True, num_public_users=5)
         public, private = (
             {tuple(row) for row in part.arrays.tolist()} for part in (made.public, made.private)
@@ -152,7 +152,7 @@ class TestPrepare:
         """What users wrote who choose the settings is not learned from either."""
         path = tmp_path / "long.tsv"
         path.write_text("".join(f"user {n}\ta {n}\n" for n in range(20) for _ in range(260)))
-        with pytest.warns(mirrordp.UnprotectedWarning):
+        with pytest.warns(mirrordp.data.UnprotectedWarning):
             made = data.prepare(path, overflow=True, validation_fraction=0.5)
         authors = {name.removeprefix("overflow of ") for name in made.public.ids}
         assert authors == set(made.private.ids)

@@ -353,12 +353,12 @@ def test_a_user_cannot_turn_the_model_into_nan():
     """A finite feature that overflows local SGD, in a model of 5,000 parameters."""
     rows = {"x": np.ones((40, 5_000), np.float32)}
     rows["x"][7] = 1e15
-    *_, (state, _) = mirrordp.federated_train(
+    *_, (state, _) = mirrordp.training.federated_train(
         lambda params, row: jnp.sum((params * row["x"]) ** 2),
         jnp.ones(5_000),
         mirrordp.PrivateClients.from_rows(rows, np.arange(40) // 2),
         mechanism=mirrordp.Mechanism(
-            sampling=mirrordp.FullBatch.of(20),
+            sampling=mirrordp.privacy.FullBatch.of(20),
             l2_clip_norm=1.0,
             noise_multiplier=1.0,
             num_steps=2,

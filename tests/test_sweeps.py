@@ -9,7 +9,7 @@ import pytest
 import mirrordp
 from mirrordp import Ledger, PrivateData, PublicData
 from mirrordp.training import sweep as sweeps
-from mirrordp.training.sweep import Run, run_state, train_sweep
+from mirrordp.training.sweep import SweepRun, run_state, train_sweep
 from tests import tools
 from tests.tools import last, mechanism
 
@@ -19,10 +19,10 @@ THETA = jnp.array([0.5, -0.5, 0.25])
 RATED = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.5)
 
 RUNS = [
-    Run(seed=1),
-    Run(seed=2, alpha=0.5, hyperparams={"learning_rate": 0.1}),
-    Run(seed=3, alpha=[0.9] * 4 + [0.0] * 3 + [0.2] * 5, hyperparams={"learning_rate": 0.2}),
-    Run(seed=2, params=2 * THETA, hyperparams={"learning_rate": 0.1, "momentum": 0.0}),
+    SweepRun(seed=1),
+    SweepRun(seed=2, alpha=0.5, hyperparams={"learning_rate": 0.1}),
+    SweepRun(seed=3, alpha=[0.9] * 4 + [0.0] * 3 + [0.2] * 5, hyperparams={"learning_rate": 0.2}),
+    SweepRun(seed=2, params=2 * THETA, hyperparams={"learning_rate": 0.1, "momentum": 0.0}),
 ]
 
 
@@ -35,7 +35,7 @@ def keyed(params, example, key):
     return tools.squared_distance(params, example + 0.1 * jax.random.normal(key, example.shape))
 
 
-def alone(run: Run, loss=tools.squared_distance, **options):
+def alone(run: SweepRun, loss=tools.squared_distance, **options):
     optimizer = optax.inject_hyperparams(optax.sgd)(
         **({"learning_rate": 1.0, "momentum": 0.5} | dict(run.hyperparams))
     )
@@ -88,7 +88,7 @@ def test_a_sweep_of_one():
 
 
 def test_runs_have_their_own_noise_and_batches():
-    states, infos = last(sweep([Run(seed=seed) for seed in (1, 2, 1)], show_unprivatized=True))
+    states, infos = last(sweep([SweepRun(seed=seed) for seed in (1, 2, 1)], show_unprivatized=True))
     first, second, again = (np.asarray(row) for row in states.params)
     np.testing.assert_array_equal(first, again)
     assert not np.allclose(first, second)
@@ -97,7 +97,7 @@ def test_runs_have_their_own_noise_and_batches():
 
 
 def test_runs_without_a_seed_differ():
-    states, infos = last(sweep([Run(), Run(), Run(seed=3)]))
+    states, infos = last(sweep([SweepRun(), SweepRun(), SweepRun(seed=3)]))
     assert not np.allclose(states.params[0], states.params[1])
     assert [info.seeded for info in infos] == [False, False, True]
 
@@ -136,9 +136,9 @@ def test_one_compilation_for_all_blocks_and_rates():
     [
         ({"runs": []}, "at least one run"),
         ({"runs": [{"seed": 1}]}, r"runs\[0\]"),
-        ({"runs": [Run(hyperparams={"rate": 1.0})]}, "keeps no setting"),
-        ({"runs": [Run(params=jnp.zeros(4))]}, "same network"),
-        ({"runs": [Run(alpha=2.0)]}, "alpha must be in"),
+        ({"runs": [SweepRun(hyperparams={"rate": 1.0})]}, "keeps no setting"),
+        ({"runs": [SweepRun(params=jnp.zeros(4))]}, "same network"),
+        ({"runs": [SweepRun(alpha=2.0)]}, "alpha must be in"),
     ],
 )
 def test_bad_input(options, message):

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import Adjacency, Ledger, Overlap, PrivateData, PublicData, UnprotectedWarning, train
+from mirrordp import Adjacency, Ledger, PrivateData, PublicData, train
+from mirrordp.data import Overlap, UnprotectedWarning
 from mirrordp.privacy.clipping import frozen_mask
 from mirrordp.training.central import TrainStep, _run_passes
 from tests import statistical, tools
@@ -43,7 +44,9 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
-FULL = functools.partial(mechanism, sampling=mirrordp.FullBatch.of(40), noise_multiplier=0.0)
+FULL = functools.partial(
+    mechanism, sampling=mirrordp.privacy.FullBatch.of(40), noise_multiplier=0.0
+)
 
 
 def test_a_run_left_unfinished_ends_quietly_with_the_interpreter():
@@ -193,8 +196,10 @@ class TestReleasedNoise:
 
     def test_banded_noise_has_its_covariance(self):
         coefficients = (1.0, 0.6)
-        cyclic = mirrordp.CyclicPoissonSampling.for_batch_size(8, num_examples=40, num_groups=2)
-        samples = self.gradients(sampling=cyclic, noise=mirrordp.BandedNoise(coefficients))
+        cyclic = mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
+            8, num_examples=40, num_groups=2
+        )
+        samples = self.gradients(sampling=cyclic, noise=mirrordp.privacy.BandedNoise(coefficients))
         inverse = np.linalg.inv(np.eye(40) + 0.6 * np.eye(40, k=-1))
         scale = 1.5 * 0.3 / 8 * math.hypot(*coefficients)
         covariance = scale**2 * inverse @ inverse.T
@@ -435,7 +440,7 @@ class TestBadRows:
         options = {
             "loss": sometimes_nan,
             "public": None,
-            "mechanism": mechanism(sampling=mirrordp.FullBatch.of(40)),
+            "mechanism": mechanism(sampling=mirrordp.privacy.FullBatch.of(40)),
         }
         bad = data["weight"].copy()
         bad[7] = -1.0  # the square root of which is not a number
@@ -497,7 +502,9 @@ class TestCharging:
         assert ledger.event.count == 24
 
     def test_cyclic_sampling_charges_rounds(self):
-        cyclic = mirrordp.CyclicPoissonSampling.for_batch_size(8, num_examples=40, num_groups=4)
+        cyclic = mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
+            8, num_examples=40, num_groups=4
+        )
         ledger = Ledger(Adjacency.ZERO_OUT)
         steps = run(mechanism=mechanism(sampling=cyclic), ledger=ledger)
         counts = [(next(steps), ledger.event.count)[1] for _ in range(3)]
@@ -520,7 +527,9 @@ class TestWhatIsShown:
             assert info.unprivatized is None
 
     def test_on_request_the_operator_sees_the_batch(self):
-        found = mechanism(sampling=mirrordp.FullBatch.of(40, capacity=16), noise_multiplier=5.0)
+        found = mechanism(
+            sampling=mirrordp.privacy.FullBatch.of(40, capacity=16), noise_multiplier=5.0
+        )
         (_, info), *_ = run(mechanism=found, show_unprivatized=True)
         gradient = np.asarray(THETA) - X
         norms = np.linalg.norm(gradient, axis=1)

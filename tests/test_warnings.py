@@ -74,7 +74,7 @@ def trained_by_users_with_unused_parameters():
     users = mirrordp.PrivateClients.from_users(USERS, max_examples_per_user=4)
     sampling = tools.poisson(rows=len(users))
     options = {"mechanism": mechanism(unit="user", num_steps=1, sampling=sampling), "seed": 0}
-    run = mirrordp.federated_train(  # here
+    run = mirrordp.training.federated_train(  # here
         loss_of_a_part, PARAMS, users, client_learning_rate=0.1, **options
     )
     return list(run)  # here

@@ -80,7 +80,7 @@ def mechanism(**options) -> mirrordp.Mechanism:
     return mirrordp.Mechanism(**(defaults | options))
 
 
-def last(run: Iterator) -> tuple[mirrordp.TrainState, mirrordp.TrainInfo]:
+def last(run: Iterator) -> tuple[mirrordp.training.TrainState, mirrordp.training.TrainInfo]:
     """What the last call of a run yields."""
     *_, result = run
     return result

@@ -22,8 +22,9 @@ from experiments.datasets import Prepared
 from experiments.deep import tasks
 from experiments.deep.settings import Settings, point_id
 from experiments.locks import locked
-from mirrordp import Accountant, Mechanism, PoissonSampling, PrivateData, PublicData
-from mirrordp.training.sweep import Run, train_sweep
+from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
+from mirrordp.privacy import Accountant
+from mirrordp.training.sweep import SweepRun, train_sweep
 from mirrordp.types import Params
 
 NUM_EVALUATIONS = 20
@@ -258,7 +259,7 @@ def run_points(
         if settings.augment_public:
             options["public_loss_fn"] = task.augmented_loss
     runs = [
-        Run(
+        SweepRun(
             alpha=alpha(setting, num_private),
             hyperparams={"learning_rate": setting.learning_rate},
             params=start,

@@ -14,15 +14,8 @@ from experiments.record import augmentation
 from experiments.record.data import Examples
 from experiments.record.network import WideResNet
 from experiments.record.settings import PrivateSettings
-from mirrordp import (
-    Accountant,
-    ExponentialAverage,
-    Mechanism,
-    PoissonSampling,
-    PrivateData,
-    PublicData,
-    train,
-)
+from mirrordp import ExponentialAverage, Mechanism, PoissonSampling, PrivateData, PublicData, train
+from mirrordp.privacy import Accountant
 from mirrordp.types import LossFn, Params
 
 

@@ -43,7 +43,8 @@ from experiments.stackoverflow.data import (
     Prepared,
     prepare,
 )
-from mirrordp import Adjacency, FixedSizeSampling, Mechanism, PoissonSampling
+from mirrordp import Adjacency, Mechanism, PoissonSampling
+from mirrordp.privacy import FixedSizeSampling
 from mirrordp.training import federated
 from mirrordp.training.central import randomness
 from mirrordp.updates import schedules
@@ -308,7 +309,7 @@ def run(task: Task, job: Job) -> records.Record:
     parts = range(1, 11) if job.stage == "final" else ()
     evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
     # Same noise and cohorts whatever the method: differences between methods are paired.
-    iterator = mirrordp.federated_train(
+    iterator = mirrordp.training.federated_train(
         task.network.loss,
         start,
         private,

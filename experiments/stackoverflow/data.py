@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from mirrordp import PrivateClients, PublicClients, UnprotectedWarning
+from mirrordp import PrivateClients, PublicClients
+from mirrordp.data import UnprotectedWarning
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 NUM_SPECIAL = 4

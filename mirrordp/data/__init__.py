@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         require_private_clients as require_private_clients,
         require_public as require_public,
         require_same_structure as require_same_structure,
-        split as split,
+        split_rows as split_rows,
     )
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

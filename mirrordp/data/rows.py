@@ -768,7 +768,9 @@ def _row_bytes(data: PrivateData | PublicData):
         yield b"".join(leaf[row].tobytes() for leaf in leaves)
 
 
-def split(arrays: PyTree, *, public_fraction: float, seed: int) -> tuple[PrivateData, PublicData]:
+def split_rows(
+    arrays: PyTree, *, public_fraction: float, seed: int
+) -> tuple[PrivateData, PublicData]:
     """Sets a random part of the rows aside as public, as the paper does with 4% of each data set.
 
     This is for experiments: real private rows do not become public by being chosen.

@@ -296,8 +296,8 @@ class PrivateStrategy(Strategy):
         delta: δ of the ε in log and report.
         users: the nodes that may take part, one per user, in a fixed order; by default the first
             `mechanism.sampling.num_examples` that connect.
-        public: as in `mirrordp.federated_train`; needed where α < 1.
-        alpha: as in `mirrordp.federated_train`.
+        public: as in `mirrordp.training.federated_train`; needed where α < 1.
+        alpha: as in `mirrordp.training.federated_train`.
         num_rounds: by default as many as the mechanism was made for.
         participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
         round_timeout: seconds after which a round goes on without those who have not replied.

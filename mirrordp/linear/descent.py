@@ -159,7 +159,7 @@ class Rows:
 class ClippedSum:
     """Σ_i clip(u_i ⊗ r_i, C) in closed form, and its sensitivity.
 
-    The same guarantees as `mirrordp.ClippedGrad`: a row adds a matrix of norm at most C that
+    The same guarantees as `mirrordp.clipped_grad`: a row adds a matrix of norm at most C that
     depends on this row only; one that does not count, or whose gradient norm is not finite (or so
     large or small that float64 cannot tell it), adds exactly zero. Rows are summed in blocks of b,
     in float64, and the blocks exactly (`privacy.sums`), so that a row changes the rounding of its

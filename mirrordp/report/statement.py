@@ -44,7 +44,7 @@ Results = Mapping[str, Any]
 
 
 class Ran(Protocol):
-    """What a run says about itself: a `TrainInfo`, a `FederatedInfo` or an `Algorithm1Result`."""
+    """What a run says about itself: a `TrainInfo`, a `FederatedInfo` or an `ExactResult`."""
 
     @property
     def seeded(self) -> bool:
@@ -182,7 +182,7 @@ class RunReport:
         Args:
             mechanism: what ran.
             delta: δ in (0, 1).
-            info: what `train` or `federated_train` yielded last, or the result of `algorithm_1`: it
+            info: what `train` yielded last, or the result of `exact_mirror_descent`: it
                 knows whether the run had a seed. Of a sweep, the info of the reported run.
             charged_steps: how many steps read private data (`info.charged_steps`); by default all
                 that the mechanism was made for. Leave it out where a run ended early because of

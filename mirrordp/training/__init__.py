@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         CheckpointError as CheckpointError,
     )
     from mirrordp.training.exact import (
-        algorithm_1 as algorithm_1,
+        exact_mirror_descent as exact_mirror_descent,
         paper_mechanism as paper_mechanism,
     )
     from mirrordp.training.federated import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         warm_start_clients as warm_start_clients,
     )
     from mirrordp.training.sweep import (
-        Run as Run,
+        SweepRun as SweepRun,
         train_sweep as train_sweep,
     )
 

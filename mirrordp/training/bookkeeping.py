@@ -61,7 +61,7 @@ class Books:
         *,
         ledger: Ledger,
         budget: Budget | None = None,
-        run: checkpoints.Run | None = None,
+        run: checkpoints.RunFolder | None = None,
         every: int = 1,
         first: int = 0,
     ):

@@ -105,7 +105,7 @@ class Checkpoint:
         *,
         ledger: FileLedger | None = None,
         budget: Budget | None = None,
-    ) -> "Run":
+    ) -> "RunFolder":
         """Locks the folder and reads the newest intact checkpoint in it.
 
         Args:
@@ -113,7 +113,7 @@ class Checkpoint:
             ledger: where the run is charged; by default a ledger in the folder.
             budget: or the budget that it is charged to.
         """
-        return Run(self, adjacency, ledger if budget is None else budget.ledger)
+        return RunFolder(self, adjacency, ledger if budget is None else budget.ledger)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Saved:
         )
 
 
-class Run:
+class RunFolder:
     """An open run folder: locked, with what was found in it. Made by `Checkpoint.open`."""
 
     def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):

@@ -40,7 +40,7 @@ from mirrordp.updates import (
 from mirrordp.updates.averages import UniformAverage
 
 
-class Algorithm1Result(NamedTuple):
+class ExactResult(NamedTuple):
     """What Algorithm 1 returns, and what a report needs.
 
     `RunReport.of(result.mechanism, delta, info=result, charged_steps=result.charged_steps)` is the
@@ -66,7 +66,7 @@ class Algorithm1Result(NamedTuple):
     seeded: bool
 
 
-def algorithm_1(
+def exact_mirror_descent(
     loss_fn: LossFn,
     private: PrivateData,
     mirror_map: MirrorMap,
@@ -80,7 +80,7 @@ def algorithm_1(
     seed: int | None = None,
     ledger: Ledger | None = None,
     budget: Budget | None = None,
-) -> Algorithm1Result:
+) -> ExactResult:
     """Runs Algorithm 1 for all the steps that the mechanism was made for.
 
     Args:
@@ -143,7 +143,7 @@ def algorithm_1(
             RuntimeWarning,
         )
     result = accelerated_result(state.opt_state, start) if accelerated else state.average
-    return Algorithm1Result(
+    return ExactResult(
         params=jax.tree.map(jnp.asarray, result),
         last_params=state.params,
         start=start,

@@ -41,7 +41,7 @@ from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
 from mirrordp.updates.averages import Average
 
 
-class Run(NamedTuple):
+class SweepRun(NamedTuple):
     """What sets one run of a sweep apart.
 
     Attributes:
@@ -64,7 +64,7 @@ def train_sweep(
     private: PrivateData,
     public: PublicData | None = None,
     *,
-    runs: Sequence[Run],
+    runs: Sequence[SweepRun],
     mechanism: Mechanism,
     optimizer: optax.GradientTransformation,
     num_steps: int | None = None,
@@ -88,7 +88,7 @@ def train_sweep(
     together, since the noise cancels in their differences.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
-    >>> runs = [Run(hyperparams={"learning_rate": rate}, seed=1) for rate in (0.1, 0.2, 0.5)]
+    >>> runs = [SweepRun(hyperparams={"learning_rate": rate}, seed=1) for rate in (0.1, 0.2, 0.5)]
 
     Args:
         loss_fn: as in `mirrordp.train`, like all arguments that are not listed here.
@@ -127,7 +127,9 @@ def train_sweep(
             "GaussianNoise(), and train once with secure noise for the release."
         )
     for number, run in enumerate(runs):
-        _validate.instance_of(Run, "Use Run(alpha=..., seed=...).", **{f"runs[{number}]": run})
+        _validate.instance_of(
+            SweepRun, "Use SweepRun(alpha=..., seed=...).", **{f"runs[{number}]": run}
+        )
     check_books(mechanism, ledger, budget, None)
     if ledger is not None or budget is not None:
         _refuse_shared_noise(runs)
@@ -172,7 +174,7 @@ def train_sweep(
     return _generate(plan, states, batches, _stack([keys for _, keys in random]), books, seeded)
 
 
-def _refuse_shared_noise(runs: Sequence[Run]) -> None:
+def _refuse_shared_noise(runs: Sequence[SweepRun]) -> None:
     seeds = [run.seed for run in runs if run.seed is not None]
     twice = [seed for seed in seeds if seeds.count(seed) > 1]
     if twice:
@@ -187,7 +189,7 @@ def run_state(states: TrainState, number: int) -> TrainState:
     return jax.tree.map(lambda leaf: leaf[number], states)
 
 
-def _start(plan, run: Run, noise_key: jax.Array) -> TrainState:
+def _start(plan, run: SweepRun, noise_key: jax.Array) -> TrainState:
     begin = plan.params
     if run.params is not None:
         begin = jax.tree.map(jnp.asarray, run.params)

@@ -28,7 +28,7 @@ from experiments.deep.settings import (
     point_id,
     set_values,
 )
-from mirrordp import Accountant
+from mirrordp.privacy import Accountant
 from tests.experiments import deep_lines
 
 NAMES = sorted(
