@@ -11,6 +11,7 @@ import pytest
 import mirrordp
 from mirrordp.privacy import clipping, ghost
 from mirrordp.privacy.sums import ExactSum
+from mirrordp.privacy.trainable import Trainable
 from tests.contracts import clipper
 from tests.contracts.clipper import ClipperContract
 
@@ -114,20 +115,62 @@ class TestTakesKey:
         assert clipping.takes_key(Model())
 
 
-class TestTrainablePart:
+class TestTrainable:
     def test_everything_by_default(self):
         params = clipper.make_params()
-        assert clipping.trainable_part(params, None) is params
+        assert Trainable.of(None).part(params) is params
 
-    def test_merge_undoes_it(self):
+    def test_merge_undoes_part(self):
         params = clipper.make_params()
-        part = clipping.trainable_part(params, {"hidden": False, "out": True})
+        chosen = Trainable.of({"hidden": False, "out": True})
+        part = chosen.part(params)
         assert part["hidden"] == {"w": None, "b": None}
-        merged = clipping.merge(jax.tree.map(lambda leaf: leaf + 1, part), params)
+        merged = chosen.merge(jax.tree.map(lambda leaf: leaf + 1, part), params)
         np.testing.assert_array_equal(merged["out"], params["out"] + 1)
         np.testing.assert_array_equal(merged["hidden"]["w"], params["hidden"]["w"])
 
-    def test_nothing_trainable_is_refused(self):
-        clipped = mirrordp.clipped_grad(clipper.loss, l2_clip_norm=1.0, trainable=False)
-        with pytest.raises(ValueError, match="trainable"):
+    def test_equal_masks_are_one_static_argument(self):
+        mask = {"hidden": False, "out": True}
+        chosen = Trainable.of(mask)
+        assert Trainable.of(chosen) is chosen
+        for same in (dict(reversed(mask.items())), jax.tree.map(np.bool_, mask)):
+            assert Trainable.of(same) == chosen
+            assert hash(Trainable.of(same)) == hash(chosen)
+        others = [None, {"hidden": True, "out": True}, {"hidden": False, "in": True}]
+        assert all(Trainable.of(other) != chosen for other in others)
+        assert Trainable.of(None) == Trainable.of(True)
+
+        traces = []
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def part_of(chosen, params):
+            traces.append(chosen)
+            return chosen.part(params)
+
+        for same in (mask, dict(mask)):
+            part_of(Trainable.of(same), clipper.make_params())
+        assert len(traces) == 1
+
+    def test_zero_sum_has_the_trainable_leaves_in_float32_or_wider(self):
+        params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.arange(3)}
+        zero = Trainable.of({"a": True, "b": False}).zero_sum(params)
+        assert zero["b"] is None
+        assert zero["a"].dtype == jnp.float32
+        assert not zero["a"].any()
+
+    def test_check_names_a_trainable_leaf_that_is_not_a_real_number(self):
+        for leaf in (jnp.arange(2), jnp.ones(2, jnp.complex64)):
+            params = {"w": jnp.ones(2), "odd": leaf}
+            Trainable.of({"w": True, "odd": False}).check(params)
+            with pytest.raises(TypeError, match=r"floating point, got .* at params\['odd'\]"):
+                Trainable.of(None).check(params)
+
+    @pytest.mark.parametrize("mask", [False, {"hidden": {"w": False, "b": False}, "out": False}])
+    def test_nothing_trainable_is_refused(self, mask):
+        clipped = mirrordp.clipped_grad(clipper.loss, l2_clip_norm=1.0, trainable=mask)
+        with pytest.raises(ValueError, match="trainable must be True for at least one"):
             clipped(clipper.make_params(), clipper.make_batch(2), np.zeros(2, bool))
+
+    def test_a_mask_of_another_shape_is_refused(self):
+        with pytest.raises(ValueError, match="prefix"):
+            Trainable.of({"hidden": True}).part(clipper.make_params())

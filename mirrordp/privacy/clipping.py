@@ -26,6 +26,7 @@ from mirrordp.privacy import _isolation, sums
 from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.sums import ExactSum, float32_or_wider
+from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
 
@@ -130,7 +131,7 @@ def example_key() -> jax.Array:
 
 
 def value_and_grad_program(
-    loss_fn: LossFn, params: Params, trainable: PyTree | None, example: PyTree, key: Any
+    loss_fn: LossFn, params: Params, trainable: PyTree | Trainable | None, example: PyTree, key: Any
 ) -> core.ClosedJaxpr:
     """The loss of one example as JAX traces it, plainly and with its gradient.
 
@@ -149,18 +150,19 @@ def value_and_grad_program(
         once more, as it is without a gradient.
     """
 
+    chosen = Trainable.of(trainable)
+
     def loss_of_part(part: PyTree, rest: Params, example: PyTree, key: Any) -> jax.Array:
-        return with_key(loss_fn)(merge(part, rest), example, key)
+        return with_key(loss_fn)(chosen.merge(part, rest), example, key)
 
     def both(*args: Any) -> tuple[Any, jax.Array]:
         return jax.value_and_grad(loss_of_part)(*args), loss_of_part(*args)
 
-    part = trainable_part(params, trainable)
-    return jax.make_jaxpr(both)(part, params, example, key)
+    return jax.make_jaxpr(both)(chosen.part(params), params, example, key)
 
 
 def check_isolated(
-    loss_fn: LossFn, params: Params, trainable: PyTree | None, batch: Batch, keys: Any
+    loss_fn: LossFn, params: Params, trainable: PyTree | Trainable | None, batch: Batch, keys: Any
 ) -> None:
     """Raises if the loss or its gradient, mapped over a batch, could see other examples.
 
@@ -176,8 +178,11 @@ def check_isolated(
     _isolation.check("the loss function", program)
 
 
+# What follows moves to `Trainable` as soon as its callers do.
+
+
 def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
-    """A hashable form of a tree (or prefix) of booleans over `params`, for static arguments."""
+    """Returns a hashable form of a tree (or prefix) of booleans over `params`."""
     if trainable is None:
         return None
     leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
@@ -185,55 +190,35 @@ def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
 
 
 def thawed_mask(frozen: Any) -> PyTree | None:
-    """The tree of booleans that `frozen_mask` made hashable."""
+    """Returns the tree of booleans that `frozen_mask` made hashable."""
     return None if frozen is None else jax.tree.unflatten(*frozen)
 
 
 def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:
-    """`params` with its frozen leaves replaced by None, which JAX reads as "no leaf here".
-
-    Args:
-        params: all parameters.
-        trainable: a tree of booleans, or a prefix of one (a single boolean covers a subtree);
-            None means that everything is trainable.
-    """
-    if trainable is None:
-        return params
-    mask = jax.tree.broadcast(trainable, params)
-    if not any(jax.tree.leaves(mask)):
-        raise ValueError("trainable must be True for at least one parameter, got none.")
-    return jax.tree.map(lambda leaf, keep: leaf if keep else None, params, mask)
+    """See `Trainable.part`."""
+    return Trainable.of(trainable).part(params)
 
 
 def merge(part: PyTree, params: Params) -> Params:
-    """`params` with the leaves that `part` holds put in their place."""
-    return jax.tree.map(
-        lambda new, old: old if new is None else new, part, params, is_leaf=lambda x: x is None
-    )
+    """See `Trainable.merge`."""
+    return Trainable().merge(part, params)
 
 
 def check_trainable(part: PyTree) -> None:
-    """Raises unless all leaves are real floats: noise is real, and would miss imaginary parts."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"trainable parameters must be floating point, got {leaf.dtype} at "
-                f"params{jax.tree_util.keystr(path)}. Keep random keys and counters out "
-                "of params (nnx.split(model, nnx.Param, ...)), or freeze them with trainable=."
-            )
+    """See `Trainable.check`."""
+    Trainable().check(part)
 
 
 def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
-    """The clipped sum over nobody."""
-    part = trainable_part(params, trainable)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, float32_or_wider(leaf)), part)
+    """See `Trainable.zero_sum`."""
+    return Trainable.of(trainable).zero_sum(params)
 
 
 def clipped_grad(
     loss_fn: LossFn,
     *,
     l2_clip_norm: float,
-    trainable: PyTree | None = None,
+    trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
 ) -> ClippedGrad:
     """The sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
@@ -261,14 +246,15 @@ def clipped_grad(
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
     keyed_loss = with_key(loss_fn)
+    chosen = Trainable.of(trainable)
 
     def with_padding(params: Params, rows: PyTree, is_padding: jax.Array) -> Summed:
         batch, keys = rows
-        part = trainable_part(params, trainable)
+        part = chosen.part(params)
         jax.tree.map(sums.require_real, part)
 
         def loss_of(part: PyTree, example: PyTree, key: jax.Array) -> jax.Array:
-            return keyed_loss(merge(part, params), example, key)
+            return keyed_loss(chosen.merge(part, params), example, key)
 
         losses, grads = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0))(part, batch, keys)
         # The norm is that of the very numbers that are summed: nothing is computed twice.
@@ -285,7 +271,7 @@ def clipped_grad(
         params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
     ) -> Summed:
         keys = checked_keys(loss_fn, keys, is_padding.shape[0])
-        check_isolated(loss_fn, params, trainable, batch, keys)
+        check_isolated(loss_fn, params, chosen, batch, keys)
         run = functools.partial(with_padding, params)
         return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mirrordp import Adjacency
+from mirrordp.privacy.trainable import Trainable
 
 CLIP = 0.7
 ROUNDING = 1e-6  # relative: what the accounting may neglect
@@ -215,8 +216,9 @@ class ClipperContract:
         [
             {"hidden": {"w": True, "b": True}, "out": False},
             {"hidden": True, "out": False},
+            Trainable.of({"hidden": True, "out": False}),
         ],
-        ids=["full mask", "prefix mask"],
+        ids=["full mask", "prefix mask", "value"],
     )
     def test_frozen_leaves_are_neither_returned_nor_counted_in_the_norm(self, make, trainable):
         params, batch, is_padding = make_params(), make_batch(7), np.zeros(7, bool)
