@@ -6,6 +6,7 @@ booleans is not.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Trainable:
         flags: the leaves of the tree of booleans.
     """
 
-    treedef: jax.tree_util.PyTreeDef = _ONE_LEAF
+    treedef: Any = _ONE_LEAF
     flags: tuple[bool, ...] = (True,)
 
     @staticmethod
