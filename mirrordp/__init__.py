@@ -40,21 +40,18 @@ if TYPE_CHECKING:
         FileLedger as FileLedger,
         Ledger as Ledger,
     )
-    from mirrordp.training.central import (
-        TrainStep as TrainStep,
+    from mirrordp.training.central import TrainStep as TrainStep
+    from mirrordp.training.checkpoint import Checkpoint as Checkpoint
+    from mirrordp.training.engine import (
+        SweepRun as SweepRun,
+        TrainOptions as TrainOptions,
         train as train,
-    )
-    from mirrordp.training.checkpoint import (
-        Checkpoint as Checkpoint,
     )
     from mirrordp.training.federated import (
         FederatedStep as FederatedStep,
         warm_start_clients as warm_start_clients,
     )
-    from mirrordp.training.sweep import (
-        SweepRun as SweepRun,
-        train_sweep as train_sweep,
-    )
+    from mirrordp.training.sweep import train_sweep as train_sweep
     from mirrordp.updates import schedules as schedules
     from mirrordp.updates.averages import (
         ExponentialAverage as ExponentialAverage,

@@ -56,22 +56,21 @@ from mirrordp import _validate
 from mirrordp.data import PublicClients, PublicData
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, Epsilon
-from mirrordp.privacy.clipping import merge, trainable_part
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PADDING, FixedSizeSampling, FullBatch
-from mirrordp.privacy.sums import ExactSum
+from mirrordp.privacy.trainable import Trainable
 from mirrordp.report import RunReport, upwards
 from mirrordp.spending.budget import Budget
-from mirrordp.spending.ledger import Ledger
-from mirrordp.training.bookkeeping import Books, check_books
-from mirrordp.training.central import Unprivatized, check_charged_steps, randomness
+from mirrordp.spending.ledger import Ledger, ledger_for
+from mirrordp.training.bookkeeping import Books, check_spend
+from mirrordp.training.engine import check_charged_steps, randomness
 from mirrordp.training.federated import (
-    ClientArrays,
     FederatedState,
     FederatedStep,
     clip_delta,
     local_update,
 )
+from mirrordp.training.step import PrivateSum, PublicGradient
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
 from mirrordp.updates import schedules
 
@@ -296,21 +295,21 @@ class PrivateStrategy(Strategy):
         delta: δ of the ε in log and report.
         users: the nodes that may take part, one per user, in a fixed order; by default the first
             `mechanism.sampling.num_examples` that connect.
-        public: as in `mirrordp.training.federated_train`; needed where α < 1.
-        alpha: as in `mirrordp.training.federated_train`.
-        num_rounds: by default as many as the mechanism was made for.
+        public: as in `mirrordp.train`; needed where α < 1.
+        alpha: as in `mirrordp.train`.
+        num_steps: the number of rounds; by default as many as the mechanism was made for.
         participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
-        round_timeout: seconds after which a round goes on without those who have not replied.
-        ledger: where to charge; pass one to compose several runs that are fixed beforehand.
-        budget: charge to a budget that spans runs instead, one made with `unit="user"` and opened
-            with its data: no row is on the server, so that is a file that lists who is enrolled.
-            A run that does not fit is refused before anybody is asked.
+        reply_timeout: seconds after which a round goes on without those who have not replied.
+        spend: a `Ledger` to charge, which composes several runs that are fixed beforehand, or a
+            `Budget` made with `unit="user"` and opened with its data: no row is on the server, so
+            that is a file that lists who is enrolled. A budget refuses a run that does not fit
+            before anybody is asked.
         seed: makes sampling and noise reproducible and therefore not for release.
 
     Attributes:
         state: `FederatedState`; its noise state is secret.
         ledger: what was charged; with a budget, by this run.
-        charged_rounds: how many rounds read private data.
+        charged_steps: how many rounds read private data.
         unprivatized_replies: how many replies were accepted, dropped (and why) or missing. Not
             covered by the guarantee: for the operator only.
     """
@@ -324,20 +323,19 @@ class PrivateStrategy(Strategy):
         users: Sequence[int] | None = None,
         public: PublicClients | PublicData | None = None,
         alpha: float | Sequence[float] | AlphaSchedule = 1.0,
-        num_rounds: int | None = None,
+        num_steps: int | None = None,
         participation_is_seen: bool = False,
-        round_timeout: float = 3600.0,
-        ledger: Ledger | None = None,
-        budget: Budget | None = None,
+        reply_timeout: float = 3600.0,
+        spend: Ledger | Budget | None = None,
         seed: int | None = None,
     ):
         _validate.instance_of(FederatedStep, step=step)
         _validate.open_unit_interval(delta=delta)
-        _validate.positive(round_timeout=round_timeout)
+        _validate.positive(reply_timeout=reply_timeout)
         mechanism = step.mechanism
-        check_books(mechanism, ledger, budget, None)
-        total = mechanism.num_steps if num_rounds is None else num_rounds
-        _validate.positive_integer(num_rounds=total)
+        check_spend(mechanism, spend, None)
+        total = mechanism.num_steps if num_steps is None else num_steps
+        _validate.positive_integer(num_steps=total)
         self.alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
         check_charged_steps(self.alphas, mechanism)
         if public is not None:
@@ -347,37 +345,28 @@ class PrivateStrategy(Strategy):
                 f"alpha goes down to {float(self.alphas.min()):g}, so public data is needed, got "
                 "none. Pass public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
             )
-        if budget is not None:
-            budget.require_data()
+        self.budget = spend if isinstance(spend, Budget) else None
+        if self.budget is not None:
+            self.budget.require_data()
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
-        self.ledger = Ledger(mechanism.adjacency) if ledger is None else ledger
-        self._is_only_run = ledger is None
+        self._is_only_run = not isinstance(spend, Ledger)
+        self.ledger = ledger_for(mechanism.adjacency, None if self._is_only_run else spend)
         self._covers = (
             "this run"
             if self._is_only_run
             else "everything charged to the ledger, by runs that were fixed beforehand"
         )
-        if self.ledger.adjacency is not mechanism.adjacency:
-            raise ValueError(
-                f"one ledger has one adjacency, got a ledger of {self.ledger.adjacency.value!r} "
-                f"and a mechanism of {mechanism.adjacency.value!r}. Use the same for all runs."
-            )
-        self.step, self.delta, self.seed, self.budget = step, delta, seed, budget
-        self._books = Books(self.accounted, ledger=self.ledger, budget=budget)
+        self.step, self.delta, self.seed = step, delta, seed
+        self._books = Books(self.accounted, self.budget or self.ledger, seeds=[seed])
         self._admit()
-        self.participation_is_seen, self.round_timeout = participation_is_seen, round_timeout
-        self.charged_rounds = 0
+        self.participation_is_seen, self.reply_timeout = participation_is_seen, reply_timeout
+        self.charged_steps = 0
         self._spent_after: dict[int, float] = {}
         self.unprivatized_replies: collections.Counter[str] = collections.Counter()
         self._rng, keys = randomness(seed, secure=mechanism.is_secure)
         self._public_key = keys.public
         self.state: FederatedState = step.init(jax.tree.map(jnp.asarray, params), keys.noise)
-        self._public_width, self._public = 0, None
-        if isinstance(public, PublicClients):
-            self._public_width = public.max_examples_per_user
-            self._public = ClientArrays.of(public)
-        elif public is not None:
-            self._public = jax.device_put(public.arrays)
+        self._public = None if public is None else jax.device_put(step.records(public))
         self.users: tuple[int, ...] | None = None
         self._cohorts = iter(())
         self._tickets: dict[str, int] = {}
@@ -386,9 +375,7 @@ class PrivateStrategy(Strategy):
 
     def _admit(self) -> None:
         """Raises a BudgetError unless all of the run fits, under a seed that nobody had."""
-        if self.budget is not None:
-            self.budget.admit(self.accounted, num_steps=int((self.alphas > 0).sum()))
-            self._books.check_seed(self.seed)
+        self._books.admit([int((self.alphas > 0).sum())])
 
     def _fix_users(self, users: Sequence[int]) -> tuple[int, ...]:
         self.users = tuple(int(user) for user in users)
@@ -417,30 +404,30 @@ class PrivateStrategy(Strategy):
         return to_arrays(self.state.params)
 
     def run(
-        self, grid: Grid, *, on_round: Callable[["PrivateStrategy"], None] | None = None
+        self, grid: Grid, *, on_step: Callable[["PrivateStrategy"], None] | None = None
     ) -> Params:
         """Waits for the users, takes all rounds, and returns the model.
 
         Args:
             grid: Flower's, as a `ServerApp` receives it.
-            on_round: called with the strategy after each round, for instance to evaluate
+            on_step: called with the strategy after each round, for instance to evaluate
                 `strategy.params` on public rows.
         """
         self.summary()
         for number in range(1, len(self.alphas) + 1):
             messages = self.configure_train(number, self.arrays, ConfigRecord(), grid)
-            self.aggregate_train(number, exchange(grid, messages, self.round_timeout))
-            if on_round is not None:
-                on_round(self)
+            self.aggregate_train(number, exchange(grid, messages, self.reply_timeout))
+            if on_step is not None:
+                on_step(self)
         return self.params
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Charges the round, then draws its cohort and writes to it; nobody where α = 0."""
-        if server_round != int(self.state.round) + 1 or server_round > len(self.alphas):
+        if server_round != int(self.state.step) + 1 or server_round > len(self.alphas):
             raise ValueError(
-                f"expected round {int(self.state.round) + 1} of {len(self.alphas)}, got "
+                f"expected round {int(self.state.step) + 1} of {len(self.alphas)}, got "
                 f"{server_round}. A strategy runs once: make another, with the same ledger or "
                 "budget."
             )
@@ -453,16 +440,16 @@ class PrivateStrategy(Strategy):
         if server_round == 1:
             # Others may have been charged since the strategy was made.
             self._admit()
-            self._books.claim(self.seed)
+            self._books.claim()
         self._tickets = {}
         if self.alphas[server_round - 1] == 0:
             return []
-        charged = self.charged_rounds
-        self._books.charge(charged, charged + 1)
+        charged = self.charged_steps
+        self._books.charge([charged], [charged + 1])
         if self.budget is not None:
             # For ε of this run, which a budget does not state.
             self.ledger.charge(self.accounted.event_between(charged, charged + 1))
-        self.charged_rounds += 1
+        self.charged_steps += 1
         # With an adaptive clip the server has to see whether a norm was above C.
         slack = 1.0 if self.step.adaptive_clip is None else 2.0
         clip_norm = slack * float(self.state.clip_norm)
@@ -479,7 +466,7 @@ class PrivateStrategy(Strategy):
                     RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **content})}),
                     dst_node_id=users[user],
                     message_type=MessageType.TRAIN,
-                    ttl=self.round_timeout,
+                    ttl=self.reply_timeout,
                 )
             )
         return messages
@@ -491,25 +478,21 @@ class PrivateStrategy(Strategy):
 
         Everything returned is released: it follows from the noisy sums and public data.
         """
-        if server_round != int(self.state.round) + 1:
+        if server_round != int(self.state.step) + 1:
             raise ValueError(
-                f"expected the replies of round {int(self.state.round) + 1}, got {server_round}."
+                f"expected the replies of round {int(self.state.step) + 1}, got {server_round}."
             )
         alpha = self.alphas[server_round - 1]
         total = self.private_sum(replies)
-        public_gradient, public_loss = None, jnp.nan
+        public_gradient = None
         if self._public is not None:
-            public_gradient, public_loss = total.zeros().delta, jnp.nan
+            public_gradient = PublicGradient(total.total.zeros().delta, jnp.full([], jnp.nan))
             if alpha < 1:
-                key = jax.random.fold_in(self._public_key, self.state.round)
-                public_gradient, public_loss = _public_grad(
-                    self.step, self.state, self._public, key, self._public_width
-                )
-        self.state, info = _finish(
-            self.step, self.state, total, public_gradient, alpha, public_loss
-        )
+                key = jax.random.fold_in(self._public_key, self.state.step)
+                public_gradient = _public_grad(self.step, self.state, self._public, key)
+        self.state, info = _finish(self.step, self.state, total, public_gradient, alpha)
         spent = self.spent()
-        self._spent_after[self.charged_rounds] = spent.epsilon
+        self._spent_after[self.charged_steps] = spent.epsilon
         _log.info(
             "round %d: epsilon %s at delta %g, unit: user, %s, %s",
             server_round, upwards(spent.epsilon), spent.delta, spent.adjacency.value, self._against,
@@ -525,7 +508,7 @@ class PrivateStrategy(Strategy):
             metrics["public-loss"] = float(info.public_loss)
         return self.arrays, MetricRecord(metrics)
 
-    def private_sum(self, replies: Iterable[Message]) -> ExactSum:
+    def private_sum(self, replies: Iterable[Message]) -> PrivateSum:
         """Σ clip(Δ_k, C) over the replies that are in order, not yet private.
 
         Formal guarantee: for every user of the cohort the sum holds at most one term, of norm at
@@ -548,7 +531,7 @@ class PrivateStrategy(Strategy):
             else:
                 seen.add(ticket)
                 answers[tickets[ticket]] = reply
-        total = self.step.zero_sum(self.state.params)
+        total = self.step.zero_sum(self.state)
         for _, reply in sorted(answers.items()):
             try:
                 delta = self._read(reply)
@@ -568,7 +551,7 @@ class PrivateStrategy(Strategy):
         if tickets and not counts["accepted"]:
             _log.warning(
                 "%s no reply came in time and in order: this round's private part is noise alone. "
-                "See the logs of the nodes; where they are slow, give a longer round_timeout",
+                "See the logs of the nodes; where they are slow, give a longer reply_timeout",
                 _OPERATOR,
             )
         return total
@@ -624,14 +607,13 @@ class PrivateStrategy(Strategy):
         if self.step.mechanism.adjacency is not Adjacency.ADD_REMOVE:
             seen = without_amplification(self.step.mechanism)
             found["epsilon_of_this_run_if_participation_is_seen"] = seen.epsilon(
-                self.delta, num_steps=self.charged_rounds
+                self.delta, num_steps=self.charged_steps
             )
         made = RunReport.of(
             self.accounted,
             self.delta,
-            charged_steps=self.charged_rounds,
-            ledger=self.ledger if self.budget is None else None,
-            budget=self.budget,
+            charged_steps=self.charged_steps,
+            spend=self.ledger if self.budget is None else self.budget,
             seed=self.seed,
             seeded=self.seed is not None,
             results=found,
@@ -673,26 +655,25 @@ def _ticket(reply: Message) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames="step")
-def _add(step: FederatedStep, total: ExactSum, delta: PyTree, clip_norm: jax.Array):
+def _add(step: FederatedStep, total: PrivateSum, delta: PyTree, clip_norm: jax.Array):
     contribution, _ = step.contribution(delta, clip_norm)
-    return total + step.one_sum(contribution)
+    return total.plus(step.one_sum(contribution))
 
 
-@functools.partial(jax.jit, static_argnames=("step", "width"))
-def _public_grad(step: FederatedStep, state: FederatedState, public: Any, key: Any, width: int):
-    return step.public_grad(state, public, key, width=width)
+@functools.partial(jax.jit, static_argnames="step")
+def _public_grad(step: FederatedStep, state: FederatedState, public: Any, key: Any):
+    return step.public_grad(state, public, key)
 
 
 @functools.partial(jax.jit, static_argnames="step")
 def _finish(
     step: FederatedStep,
     state: FederatedState,
-    total: ExactSum,
-    public_gradient: PyTree | None,
+    total: PrivateSum,
+    public_gradient: PublicGradient | None,
     alpha: Any,
-    public_loss: Any,
 ):
-    return step.finish(state, total, Unprivatized.zero(), public_gradient, alpha, public_loss)
+    return step.finish(state, total, public_gradient, alpha)
 
 
 def client_app(
@@ -716,7 +697,7 @@ def client_app(
         like: a tree with the model's structure, shapes and dtypes.
         trainable: as in the server's `FederatedStep`; only these leaves are sent.
     """
-    app = ClientApp()
+    app, chosen = ClientApp(), Trainable.of(trainable)
 
     @app.train()
     def answer(message: Message, context: Context) -> Message:
@@ -725,8 +706,8 @@ def client_app(
         try:
             trained = train(params, load(context))
             clipped = _clipped_difference(
-                trainable_part(params, trainable),
-                trainable_part(trained, trainable),
+                chosen.part(params),
+                chosen.part(trained),
                 cast(float, config[CLIP_NORM]),
             )
         except Exception:
@@ -764,10 +745,11 @@ def local_sgd(
         learning_rate: η.
         batch_size: rows of a local batch.
         epochs: how often each row is used.
-        max_examples: a user with more rows uses so many of them, others in every round.
+        max_examples: a user with more rows uses this many of them, other ones in every round.
         trainable: a tree of booleans over the parameters (or a prefix of it).
     """
     _validate.positive_integer(batch_size=batch_size, epochs=epochs, max_examples=max_examples)
+    chosen = Trainable.of(trainable)
     update = jax.jit(
         functools.partial(
             local_update,
@@ -788,7 +770,7 @@ def local_sgd(
             kept = np.random.default_rng().choice(num_rows, max_examples, replace=False)
             rows, num_rows = jax.tree.map(lambda leaf: np.asarray(leaf)[kept], rows), max_examples
         delta, _ = update(params, rows, num_rows, jax.random.key(secrets.randbits(32)))
-        part = jax.tree.map(lambda old, d: old - d, trainable_part(params, trainable), delta)
-        return merge(part, params)
+        part = jax.tree.map(lambda old, d: old - d, chosen.part(params), delta)
+        return chosen.merge(part, params)
 
     return train

@@ -277,8 +277,7 @@ class _NoiseStream:
         self._noise = mechanism.noise
         self._padded = np.zeros(length)
         with jax.enable_x64(True):
-            privatizer = self._noise.privatizer(self._stddev, key)
-            self._state = privatizer.init(jnp.asarray(self._padded))
+            self._state = self._noise.init(key, jnp.asarray(self._padded))
 
     def __call__(self, clipped_sum: np.ndarray) -> np.ndarray:
         padded = self._padded.copy()
@@ -295,8 +294,7 @@ class _NoiseStream:
 def _add_noise(
     noise: Noise, stddev: float, clipped_sum: jax.Array, state: PyTree
 ) -> tuple[Any, PyTree]:
-    # The key lives in the state; the one given here is never used.
-    return noise.privatizer(stddev, jax.random.key(0)).update(clipped_sum, state)
+    return noise.add(clipped_sum, state, stddev)
 
 
 def descend(

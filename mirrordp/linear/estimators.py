@@ -54,7 +54,7 @@ from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Block
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import require_repeatable
-from mirrordp.training.central import randomness
+from mirrordp.training.engine import randomness
 from mirrordp.training.checkpoint import Checkpoint
 
 METHODS = ("auto", "exact", "dpsgd")

@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-import optax
 
 from mirrordp import _show, _validate
 from mirrordp._warn import warn
@@ -21,6 +20,7 @@ from mirrordp.privacy.clipping import ClippedGrad
 from mirrordp.privacy.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.privacy.sampling import CyclicPoissonSampling, FullBatch, Sampling, in_random_places
 from mirrordp.privacy.secure import SecureRandom
+from mirrordp.privacy.sums import ExactSum
 from mirrordp.types import LossFn, PyTree
 
 UNITS = ("example", "user")
@@ -354,9 +354,19 @@ class Mechanism:
             microbatch_size=microbatch_size,
         )
 
-    def privatizer(self, key: jax.Array) -> optax.GradientTransformationExtraArgs:
-        """Adds this mechanism's noise to a stream of clipped sums."""
-        return self.noise.privatizer(self.noise_stddev, key)
+    def init_noise(self, key: jax.Array, like: PyTree) -> PyTree:
+        """Returns the state of the noise before the first step; see `Noise.init`."""
+        return self.noise.init(key, like)
+
+    def add_noise(
+        self, clipped_sum: ExactSum | PyTree, state: PyTree, *, weight: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Returns weight · clipped_sum + this mechanism's noise, and the next state.
+
+        This is the release of a step: everything before it is sensitive, and everything after it is
+        post-processing. See `Noise.add`.
+        """
+        return self.noise.add(clipped_sum, state, self.noise_stddev, weight=weight)
 
     def mean(self, noisy_sum: PyTree) -> PyTree:
         """The noisy sum divided by the expected batch size, never by the realised one."""

@@ -24,9 +24,9 @@ from jax_privacy.matrix_factorization import toeplitz
 
 from mirrordp import _validate
 from mirrordp.privacy._float64 import float64_call
-from mirrordp.privacy.clipping import trainable_part
 from mirrordp.privacy.secure import SecureRandom, require_cryptography
 from mirrordp.privacy.sums import ExactSum, float32_or_wider
+from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import Params, PyTree
 
 
@@ -43,13 +43,33 @@ class Noise(Protocol):
         """The noise over the distance of neighbouring sums that the accountant is told of."""
         ...
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
-        """The transformation that adds the noise; its state holds the key, so keep it secret.
+    def init(self, key: jax.Array, like: PyTree) -> PyTree:
+        """Returns the state before the first sum. It holds the key, so it must be kept secret.
 
-        Its `update` takes an `ExactSum`, or a tree of floating-point sums, and returns a tree of
-        floating-point numbers. With `weight=`, a public constant in [0, 1] (or a prefix tree of
-        such), the sum is multiplied by it first. Sum and noise are added in float64 and rounded
-        once, after that: a large sum does not swallow noise.
+        Args:
+            key: where the randomness of all steps comes from.
+            like: a tree of the shapes and types of the sums, or an `ExactSum`.
+        """
+        ...
+
+    def add(
+        self,
+        total: ExactSum | PyTree,
+        state: PyTree,
+        stddev: float,
+        *,
+        weight: PyTree | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns weight · total + noise, and the next state.
+
+        The sum and the noise are added in float64 and rounded once, afterwards, so that a large sum
+        does not swallow the noise.
+
+        Args:
+            total: an `ExactSum`, or a tree of sums in float32 or wider.
+            state: what `init` or the previous call returned.
+            stddev: the standard deviation of the noise.
+            weight: a public constant in [0, 1], or a prefix tree of such constants; None is 1.
         """
         ...
 
@@ -68,15 +88,23 @@ class GaussianNoise:
         del l2_clip_norm
         return noise_multiplier
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
-        """Adds fresh Gaussian noise to each sum."""
-        return _with_full_tails(
-            lambda stddev, key: noise_addition.gaussian_privatizer(
-                stddev=stddev, prng_key=key, dtype=_noise_dtype()
-            ),
-            stddev,
-            key,
-        )
+    def init(self, key: jax.Array, like: PyTree) -> PyTree:
+        """Returns the state before the first sum."""
+        return _init_streams(self._stream, key, like)
+
+    def add(
+        self,
+        total: ExactSum | PyTree,
+        state: PyTree,
+        stddev: float,
+        *,
+        weight: PyTree | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Adds fresh Gaussian noise."""
+        return _add_streams(self._stream, total, state, stddev, weight)
+
+    def _stream(self, key: jax.Array, stddev: float) -> optax.GradientTransformation:
+        return noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key, dtype=_noise_dtype())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +149,28 @@ class BandedNoise:
         del l2_clip_norm
         return noise_multiplier
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+    def init(self, key: jax.Array, like: PyTree) -> PyTree:
+        """Returns the state before the first sum: a key, and the noise of the last steps."""
+        return _init_streams(self._stream, key, like)
+
+    def add(
+        self,
+        total: ExactSum | PyTree,
+        state: PyTree,
+        stddev: float,
+        *,
+        weight: PyTree | None = None,
+    ) -> tuple[PyTree, PyTree]:
         """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
-        return _with_full_tails(
-            lambda stddev, key: noise_addition.matrix_factorization_privatizer(
-                toeplitz.inverse_as_streaming_matrix(jnp.asarray(self.coefficients)),
-                stddev=stddev,
-                prng_key=key,
-                dtype=_noise_dtype(),
-            ),
-            stddev * math.hypot(*self.coefficients),
-            key,
+        scaled = stddev * math.hypot(*self.coefficients)
+        return _add_streams(self._stream, total, state, scaled, weight)
+
+    def _stream(self, key: jax.Array, stddev: float) -> optax.GradientTransformation:
+        return noise_addition.matrix_factorization_privatizer(
+            toeplitz.inverse_as_streaming_matrix(jnp.asarray(self.coefficients)),
+            stddev=stddev,
+            prng_key=key,
+            dtype=_noise_dtype(),
         )
 
 
@@ -176,7 +215,7 @@ class SecureGaussianNoise:
             trainable: as in `mirrordp.train`.
             **options: the remaining arguments.
         """
-        leaves = jax.tree.leaves(trainable_part(params, trainable))
+        leaves = jax.tree.leaves(Trainable.of(trainable).part(params))
         return cls(num_params=sum(np.size(leaf) for leaf in leaves), **options)
 
     @property
@@ -197,33 +236,36 @@ class SecureGaussianNoise:
         rounding = self.granularity(stddev) * math.sqrt(self.num_params)
         return stddev / (l2_clip_norm + rounding)
 
-    def privatizer(self, stddev: float, key: jax.Array) -> optax.GradientTransformationExtraArgs:
-        """Adds lattice noise to each sum. `key` is not used; the state is a count of steps."""
+    def init(self, key: jax.Array, like: PyTree) -> PyTree:
+        """Returns the state before the first sum: a count of steps. The key is not used."""
         del key
+        self._check_size(_like(like))
+        return jnp.zeros([], jnp.int32)
+
+    def add(
+        self,
+        total: ExactSum | PyTree,
+        state: PyTree,
+        stddev: float,
+        *,
+        weight: PyTree | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Adds fresh lattice noise."""
         granularity = self.granularity(stddev)
-
-        def init(params):
-            self._check_size(_like(params))
-            return jnp.zeros([], jnp.int32)
-
-        def update(updates, state, params=None, *, weight=None):
-            del params
-            like = _like(updates)
-            self._check_size(like)
-            leaves, tree = jax.tree.flatten(like)
-            sizes = [leaf.size for leaf in leaves]
-            # The state is an argument so that steps mapped over each call for their own noise.
-            noise = io_callback(
-                functools.partial(_lattice_noise, stddev / granularity, sum(sizes)),
-                jax.ShapeDtypeStruct((sum(sizes),), jnp.int32),
-                state,
-            )
-            parts = jnp.split(noise, np.cumsum(sizes)[:-1])
-            shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
-            add = functools.partial(_add_on_lattice, granularity=granularity)
-            return _added(add, updates, jax.tree.unflatten(tree, shaped), weight), state + 1
-
-        return optax.GradientTransformationExtraArgs(init, update)
+        like = _like(total)
+        self._check_size(like)
+        leaves, tree = jax.tree.flatten(like)
+        sizes = [leaf.size for leaf in leaves]
+        # The state is an argument so that steps mapped over each call for their own noise.
+        noise = io_callback(
+            functools.partial(_lattice_noise, stddev / granularity, sum(sizes)),
+            jax.ShapeDtypeStruct((sum(sizes),), jnp.int32),
+            state,
+        )
+        parts = jnp.split(noise, np.cumsum(sizes)[:-1])
+        shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
+        add = functools.partial(_add_on_lattice, granularity=granularity)
+        return _added(add, total, jax.tree.unflatten(tree, shaped), weight), state + 1
 
     def _check_size(self, tree) -> None:
         found = sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -310,35 +352,40 @@ def _like(total: ExactSum | PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, total)
 
 
-def _with_full_tails(
-    make: Callable[[float, jax.Array], optax.GradientTransformation], stddev: float, key: jax.Array
-) -> optax.GradientTransformationExtraArgs:
-    """Four independent streams of half the scale: a Gaussian whose tails are not cut.
+Stream = Callable[[jax.Array, float], optax.GradientTransformation]
+"""A jax-privacy privatizer, made from a key and a standard deviation."""
+
+
+def _init_streams(stream: Stream, key: jax.Array, like: ExactSum | PyTree) -> PyTree:
+    """Returns the states of four independent streams; see `_add_streams`."""
+    joined = _join(_like(like))
+    return jax.vmap(lambda key: stream(key, 1.0).init(joined))(jax.random.split(key, 4))
+
+
+def _add_streams(
+    stream: Stream,
+    total: ExactSum | PyTree,
+    state: PyTree,
+    stddev: float,
+    weight: PyTree | None,
+) -> tuple[PyTree, PyTree]:
+    """Adds four independent streams of half the scale: a Gaussian whose tails are not cut.
 
     JAX draws float32 normals from 23 random bits, and so never beyond about 5.4 standard
     deviations. A value out there would prove that a record took part; at small noise multipliers
     that alone breaks the stated δ. The sum of four reaches 10.8, where nothing is left to prove.
 
     Small leaves are joined to one vector, and the streams are one loop. Every draw of another shape
-    is a kernel of its own, for which the compiler of a CPU takes about a second: leaf by leaf that
-    would be longer than for all the rest of a step.
+    is a kernel of its own, which takes a CPU's compiler about a second: leaf by leaf, compiling the
+    noise would take longer than compiling the rest of a step.
     """
 
-    def stream(key):
-        return make(stddev / 2, key)
+    def add_one(noise: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        return stream(state[0], stddev / 2).update(noise, state)
 
-    def init(params):
-        like = _join(_like(params))
-        return jax.vmap(lambda key: stream(key).init(like))(jax.random.split(key, 4))
-
-    def update(updates, state, params=None, *, weight=None):
-        del params
-        like = _like(updates)
-        # Keys are in the state; the one given here is not used.
-        noise, state = lax.scan(stream(key).update, _join(like), state)
-        return _added(jnp.add, updates, _separate(noise, like), weight), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    like = _like(total)
+    noise, state = lax.scan(add_one, _join(like), state)
+    return _added(jnp.add, total, _separate(noise, like), weight), state
 
 
 # Leaves of more numbers keep a draw of their own, which spares copying them.

@@ -1,18 +1,19 @@
-"""The books of a run: what it owes besides its mathematics, and in which order.
+"""The bookkeeping of a run: what it owes besides its mathematics, and in which order.
 
-    randomness on disk,  then for each block of steps:  charge, compute, checkpoint, yield
+    randomness on disk,  then for each block of steps:  charge, compute, keep, yield
 
-so that nothing can be seen that was not charged, and nothing that was seen is drawn anew. `train`
-and `federated_train` keep theirs with a checkpoint or without, the runs of a sweep without.
+Nothing can be seen that was not charged, and nothing that was seen is drawn anew. `train`, sweeps,
+the estimators and Flower all keep their books here, with a checkpoint or without.
 """
 
 import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import dp_accounting
 import numpy as np
 
 from mirrordp import _validate
@@ -22,215 +23,254 @@ from mirrordp.privacy.secure import SecureRandom
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
-from mirrordp.training.checkpoint import Checkpoint
+from mirrordp.training.checkpoint import Checkpoint, RunFolder
 from mirrordp.types import PyTree
 
-# What it is told follows from the mechanism and the clock: no row has a part in it.
+# What is logged follows from the mechanism and the clock; it depends on no private record.
 _log = logging.getLogger("mirrordp")
 
 
 class Kept(NamedTuple):
-    """Where a resumed run stands.
+    """Where the runs stand after a block of steps.
 
     Attributes:
-        step: steps that are done.
-        charged_steps: how many of them read private data.
-        shown: the arrays of the last info, by name.
+        step: the number of steps that are done.
+        charged_steps: for each run, how many of them read private data.
+        shown: the arrays of the infos by name, with an axis for runs first.
     """
 
     step: int
-    charged_steps: int
+    charged_steps: tuple[int, ...]
     shown: Mapping[str, np.ndarray]
 
 
 class Books:
-    """Charges the blocks of one run before they run, and keeps its checkpoints.
+    """Charges the blocks of one run, or of the runs of a sweep, before they run; keeps checkpoints.
 
     Args:
-        mechanism: what the steps cost.
-        ledger: where they are charged,
-        budget: unless there is a budget.
-        run: the open run folder, or None for a run without checkpoints.
-        every: a checkpoint is written after every so many blocks.
-        first: charged steps of the same mechanism that lie before this run.
+        mechanism: decides what a step costs.
+        spend: the ledger or budget that is charged.
+        seeds: the caller's seed of each run, or None where there is none.
+        folder: the open run folder, or None for runs without checkpoints.
+        every: a checkpoint is written after every this many blocks.
+        first: how many charged steps of the same mechanism lie before this run.
     """
 
     def __init__(
         self,
         mechanism: Mechanism,
+        spend: Ledger | Budget,
         *,
-        ledger: Ledger,
-        budget: Budget | None = None,
-        run: checkpoints.RunFolder | None = None,
+        seeds: Sequence[int | None] = (None,),
+        folder: RunFolder | None = None,
         every: int = 1,
         first: int = 0,
     ):
-        self._mechanism, self._run, self._every, self._first = mechanism, run, every, first
-        self._charged_to = ledger if budget is None else budget
-        self._budget = budget
-        self.seed: int | None = None
-        """The caller's, from `verified` on."""
-        self._name = secrets.token_hex(8) if run is None else run.id
-        # Where the generator stands after so many draws: blocks are drawn ahead of time.
-        self._drawn: dict[int, str] = {}
+        self._mechanism, self._spend, self._folder = mechanism, spend, folder
+        self._every, self._first = every, first
+        self._budget = spend if isinstance(spend, Budget) else None
+        self.seeds = tuple(seeds)
+        name = secrets.token_hex(8) if folder is None else folder.id
+        self._names = run_names(name, len(self.seeds))
+        # Where the generators stand after each number of draws: blocks are drawn ahead of time.
+        self._drawn: list[dict[int, str]] = [{} for _ in self.seeds]
 
     @classmethod
     def open(
         cls,
         mechanism: Mechanism,
-        private: PrivateData | PrivateClients,
+        private: PrivateData | PrivateClients | None,
         *,
-        num_steps: int,
-        ledger: Ledger | None,
-        budget: Budget | None,
+        num_steps: Sequence[int],
+        seeds: Sequence[int | None],
+        spend: Ledger | Budget | None,
         checkpoint: Checkpoint | None,
         first: int = 0,
     ) -> "Books":
-        """Opens the run folder, if any, and asks the budget for all of the run; reads no row first.
+        """Opens the run folder, if any, and asks the budget to admit everything; reads no record.
 
         Args:
             mechanism: what will run.
-            private: on what; compared with the budget's data.
-            num_steps: how many steps read private data.
-            ledger: where to charge, as `check_books` allows.
-            budget: or the budget.
+            private: on what, to be compared with the budget's data; None if the caller compares it.
+            num_steps: for each run, how many steps read private data.
+            seeds: the caller's seed of each run, or None.
+            spend: what to charge, as `check_spend` allows.
             checkpoint: where to keep checkpoints.
-            first: charged steps that lie before this run.
+            first: how many charged steps lie before this run.
 
         Raises:
             StorageError: if a folder cannot be used or the budget does not admit the run.
         """
-        run = None
-        if checkpoint is not None:
-            file = ledger if isinstance(ledger, FileLedger) else None
-            run = checkpoint.open(mechanism.adjacency, ledger=file, budget=budget)
+        ledger_for(mechanism.adjacency, spend if isinstance(spend, Ledger) else None)
+        folder = None if checkpoint is None else checkpoint.open(mechanism.adjacency, spend)
         try:
-            if budget is not None:
-                charged = first if run is None else run.charged_steps
-                budget.admit(mechanism, charged_steps=charged, num_steps=num_steps)
-                budget.check_rows(private)
-            return cls(
-                mechanism,
-                ledger=ledger_for(mechanism.adjacency, ledger) if run is None else run.ledger,
-                budget=budget,
-                run=run,
-                every=1 if checkpoint is None else checkpoint.every,
-                first=first,
-            )
+            if spend is None:
+                spend = Ledger(mechanism.adjacency) if folder is None else folder.ledger
+            every = 1 if checkpoint is None else checkpoint.every
+            books = cls(mechanism, spend, seeds=seeds, folder=folder, every=every, first=first)
+            books.admit(num_steps, private)
+            return books
         except BaseException:
-            if run is not None:
-                run.close()
+            if folder is not None:
+                folder.close()
             raise
 
-    def verified(
-        self, configuration: Callable[[bytes], Mapping[str, str]], seed: int | None
-    ) -> int | None:
-        """The seed of all randomness: the caller's, or one that is kept with the run.
+    def admit(
+        self, num_steps: Sequence[int], private: PrivateData | PrivateClients | None = None
+    ) -> None:
+        """Raises a BudgetError unless all that is not charged yet fits, under seeds of its own.
+
+        Args:
+            num_steps: for each run, how many steps read private data.
+            private: the data, to be compared with the budget's; None if the caller compares it.
+        """
+        budget = self._budget
+        if budget is None:
+            return
+        charged = [max(self._first, self._charged_steps(name)) for name in self._names]
+        if len(num_steps) == 1:
+            budget.admit(self._mechanism, charged_steps=charged[0], num_steps=num_steps[0])
+        elif not any(charged):
+            budget.admit_all(self._mechanism, list(num_steps))
+        else:
+            budget.check_kind(self._mechanism)
+            rest = [
+                self._mechanism.event_between(before, after)
+                for before, after in zip(charged, num_steps, strict=True)
+                if after > before
+            ]
+            budget.admit_event(dp_accounting.ComposedDpEvent(rest))
+        if private is not None:
+            budget.check_rows(private)
+        for seed, name in zip(self.seeds, self._names, strict=True):
+            budget.check_seed(seed, name)
+
+    def _charged_steps(self, name: str) -> int:
+        return 0 if self._folder is None else self._folder.ledger.charged_steps(name)
+
+    def verified(self, configuration: Callable[[bytes], Mapping[str, str]]) -> list[int | None]:
+        """Returns the seed of each run's randomness: the caller's, or one kept with the run.
 
         Args:
             configuration: what must be the same to go on, given the key of fingerprints.
-            seed: the caller's, or None.
 
         Raises:
             CheckpointError: if anything differs from the run that is to be resumed.
-            BudgetError: if another run on the budget had the seed.
         """
-        self.check_seed(seed)
-        self.seed = seed
-        return seed if self._run is None else self._run.verify(configuration(self._run.key), seed)
+        if self._folder is None:
+            return list(self.seeds)
+        return list(self._folder.verify(configuration(self._folder.key), self.seeds))
 
-    def check_seed(self, seed: int | None) -> None:
-        """Raises a BudgetError if another run on the budget had the seed; notes nothing."""
+    def claim(self) -> None:
+        """Notes the seeds with the budget, which refuses them to any other run."""
         if self._budget is not None:
-            self._budget.check_seed(seed, self._name)
-
-    def claim(self, seed: int | None) -> None:
-        """Notes the seed with the budget, which refuses it to any other run."""
-        if self._budget is not None:
-            self._budget.claim_seed(seed, self._name)
+            for seed, name in zip(self.seeds, self._names, strict=True):
+                self._budget.claim_seed(seed, name)
 
     def batches(
-        self, num_records: int, rng: np.random.Generator | SecureRandom
-    ) -> Iterator[np.ndarray]:
-        """The mechanism's batches; notes where the generator stands after each of them."""
-        batches = self._mechanism.batches(num_records, rng)
-        if self._run is None:
+        self, num_records: int, generators: Sequence[np.random.Generator | SecureRandom]
+    ) -> list[Iterator[np.ndarray]]:
+        """Returns each run's batches; notes where its generator stands after each of them."""
+        batches = [self._mechanism.batches(num_records, rng) for rng in generators]
+        if self._folder is None:
             return batches
-        self._drawn[0] = _sampling_state(rng)
-        return self._noted(batches, rng)
+        return [self._noted(*each) for each in zip(batches, generators, self._drawn, strict=True)]
 
     def _noted(
-        self, batches: Iterator[np.ndarray], rng: np.random.Generator | SecureRandom
+        self,
+        batches: Iterator[np.ndarray],
+        rng: np.random.Generator | SecureRandom,
+        drawn: dict[int, str],
     ) -> Iterator[np.ndarray]:
-        for count, batch in enumerate(batches, 1):
-            self._drawn[count] = _sampling_state(rng)
-            yield batch
+        drawn[0] = _sampling_state(rng)
 
-    def begin(self, state: PyTree, batches: Iterator[np.ndarray]) -> tuple[PyTree, Kept | None]:
-        """The state to go on from, once it is on disk, and where it stands if it is a later one.
+        def noting() -> Iterator[np.ndarray]:
+            for count, batch in enumerate(batches, 1):
+                drawn[count] = _sampling_state(rng)
+                yield batch
+
+        return noting()
+
+    def begin(
+        self, state: PyTree, batches: Sequence[Iterator[np.ndarray]] = ()
+    ) -> tuple[PyTree, Kept | None]:
+        """Returns the state to go on from, once it is on disk, and where a resumed run stands.
 
         Args:
             state: the state before the first step.
             batches: what `batches` returned; those of the steps that are done are drawn again.
         """
-        if self._run is None:
-            self.claim(self.seed)
-            return state, None
-        saved = self._run.saved
-        if saved is None:
+        saved = None if self._folder is None else self._folder.saved
+        if self._folder is not None and saved is None:
             # From here on the run has its randomness, before anything is charged.
-            self._save(state, Kept(0, 0, {}))
+            self._save(state, Kept(0, (0,) * len(self.seeds), {}))
         # Not before the run can be resumed: nobody else could have the seed any more.
-        self.claim(self.seed)
+        self.claim()
         if saved is None:
             return state, None
         state, kept = restored(saved, state)
-        for _ in range(kept.charged_steps):
-            next(batches)
-        if self._drawn[kept.charged_steps] != saved.position["sampling"]:
+        for draws, count in zip(batches, kept.charged_steps, strict=bool(batches)):
+            for _ in range(count):
+                next(draws)
+        if batches and self._sampling(kept) != saved.position["sampling"]:
             raise checkpoints.CheckpointError(
                 "expected the batches of the run to be drawn again as they were, got others. "
                 "Resume on the machine and with the libraries it began with."
             )
-        _log.info("run %s: resumed after step %d", self._name, kept.step)
+        _log.info("run %s: resumed after step %d", self._names[0], kept.step)
         return state, kept if kept.step > 0 else None
 
-    def charge(self, start: int, stop: int) -> None:
-        """Pays for charged steps number `start` to `stop` − 1; they may run when this returns."""
-        if self._run is not None:
-            # Steps that were charged before a crash are replayed, not charged again.
-            start = max(start, self._run.charged_steps)
-        if stop > start:
-            event = self._mechanism.event_between(start, stop)
-            block = Block(self._name, start - self._first, stop - self._first)
-            self._charged_to.charge(event, block=block)
-            _log.info("run %s: charged private steps %d to %d", self._name, start + 1, stop)
+    def charge(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Pays for the charged steps of each run from number `before` to `after` − 1.
+
+        The steps may run when this returns. Steps that were charged before a crash are replayed,
+        not charged again.
+        """
+        for name, start, stop in zip(self._names, before, after, strict=True):
+            start, stop = max(int(start), self._charged_steps(name)), int(stop)
+            if stop > start:
+                event = self._mechanism.event_between(start, stop)
+                block = Block(name, start - self._first, stop - self._first)
+                self._spend.charge(event, block=block)
+                _log.info("run %s: charged private steps %d to %d", name, start + 1, stop)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint after block number `block`, if one is due."""
-        if self._run is not None and (is_last or (block + 1) % self._every == 0):
+        if self._folder is not None and (is_last or (block + 1) % self._every == 0):
             self._save(state, kept)
 
     def _save(self, state: PyTree, kept: Kept) -> None:
-        assert self._run is not None
+        assert self._folder is not None
         position = {
-            "sampling": self._drawn[kept.charged_steps],
+            "sampling": self._sampling(kept),
             "step": kept.step,
-            "charged_steps": kept.charged_steps,
+            "charged_steps": list(kept.charged_steps),
         }
         shown = {f"info.{name}": array for name, array in kept.shown.items()}
-        self._run.save(position, checkpoints.to_arrays(state, "state") | shown)
-        _log.debug("run %s: checkpoint after step %d", self._name, kept.step)
+        self._folder.save(position, checkpoints.to_arrays(state, "state") | shown)
+        _log.debug("run %s: checkpoint after step %d", self._names[0], kept.step)
+
+    def _sampling(self, kept: Kept) -> list[str]:
+        """Returns where the generators stood; those that draw no batches stand nowhere."""
+        return [
+            drawn.get(count, "")
+            for drawn, count in zip(self._drawn, kept.charged_steps, strict=True)
+        ]
 
     def finish(self) -> None:
         """Removes what is secret: the run has come to its end."""
-        if self._run is not None:
-            self._run.finish()
+        if self._folder is not None:
+            self._folder.finish()
 
     def close(self) -> None:
         """Unlocks the run folder; what is in it can be resumed."""
-        if self._run is not None:
-            self._run.close()
+        if self._folder is not None:
+            self._folder.close()
+
+
+def run_names(name: str, count: int) -> list[str]:
+    """Returns the names that a ledger has for the runs of a sweep, or for a single run."""
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 def restored(saved: checkpoints.Saved, like: PyTree) -> tuple[PyTree, Kept]:
@@ -241,7 +281,7 @@ def restored(saved: checkpoints.Saved, like: PyTree) -> tuple[PyTree, Kept]:
         for name, array in saved.arrays.items()
         if name.startswith("info.")
     }
-    return state, Kept(saved.position["step"], saved.position["charged_steps"], shown)
+    return state, Kept(saved.position["step"], tuple(saved.position["charged_steps"]), shown)
 
 
 def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
@@ -252,29 +292,25 @@ def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
     return hashlib.sha256(state.encode()).hexdigest()
 
 
-def check_books(
-    mechanism: Any, ledger: Ledger | None, budget: Budget | None, checkpoint: Checkpoint | None
+def check_spend(
+    mechanism: Any, spend: Ledger | Budget | None, checkpoint: Checkpoint | None
 ) -> None:
     """Refuses what cannot go together, before anything is opened."""
-    if ledger is not None:
-        _validate.instance_of(Ledger, "A Budget goes into budget=.", ledger=ledger)
-        if isinstance(ledger, FileLedger) and "budget" in ledger.records[0]:
-            raise ValueError(
-                "the ledger of a budget is charged through the budget, which refuses what does not "
-                f"fit, got {str(ledger.path)!r} as ledger=. Pass the Budget as budget=."
-            )
-    if budget is not None:
-        _validate.instance_of(Budget, "Use Budget.open(folder, data=...).", budget=budget)
-        if ledger is not None:
-            raise ValueError("a run is charged to a ledger or a budget, got both. Leave one out.")
+    if spend is not None:
+        _validate.instance_of((Ledger, Budget), "Use Budget.open(folder, data=...).", spend=spend)
+    if isinstance(spend, FileLedger) and "budget" in spend.records[0]:
+        raise ValueError(
+            "the ledger of a budget is charged through the budget, which refuses what does not "
+            f"fit, got {str(spend.path)!r} as spend=. Pass the Budget itself."
+        )
     if checkpoint is not None:
         _validate.instance_of(Checkpoint, "Use Checkpoint(folder).", checkpoint=checkpoint)
         if isinstance(mechanism, Mechanism):
             require_repeatable(mechanism)
-        if ledger is not None and not isinstance(ledger, FileLedger):
+        if isinstance(spend, Ledger) and not isinstance(spend, FileLedger):
             raise ValueError(
                 "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
-                "Use FileLedger, or leave ledger out for one in the checkpoint's folder."
+                "Use FileLedger, or leave spend out for one in the checkpoint's folder."
             )
 
 

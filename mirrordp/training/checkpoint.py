@@ -21,6 +21,7 @@ once.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -44,10 +45,10 @@ from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.spending import files as _files, fingerprint as _fingerprint
 from mirrordp.spending.budget import LEDGER_FILE, Budget
 from mirrordp.spending.files import StorageError
-from mirrordp.spending.ledger import FileLedger, Position, check_position
+from mirrordp.spending.ledger import FileLedger, Ledger, Position, check_position
 from mirrordp.types import PyTree
 
-MAGIC = b"mirrordp checkpoint 1\n"
+MAGIC = b"mirrordp checkpoint 2\n"
 KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
@@ -99,21 +100,15 @@ class Checkpoint:
         """Removes what is secret in the folder, at the latest when the result is safe elsewhere."""
         remove_checkpoints(self.folder)
 
-    def open(
-        self,
-        adjacency: Adjacency,
-        *,
-        ledger: FileLedger | None = None,
-        budget: Budget | None = None,
-    ) -> "RunFolder":
+    def open(self, adjacency: Adjacency, spend: Ledger | Budget | None = None) -> "RunFolder":
         """Locks the folder and reads the newest intact checkpoint in it.
 
         Args:
-            adjacency: of a new ledger, where none is given.
-            ledger: where the run is charged; by default a ledger in the folder.
-            budget: or the budget that it is charged to.
+            adjacency: of a new ledger, where nothing is given to charge.
+            spend: what the run is charged to; by default a ledger in the folder.
         """
-        return RunFolder(self, adjacency, ledger if budget is None else budget.ledger)
+        ledger = spend.ledger if isinstance(spend, Budget) else spend
+        return RunFolder(self, adjacency, ledger if isinstance(ledger, FileLedger) else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +117,7 @@ class Saved:
 
     Attributes:
         run: the run's name in the ledger.
-        entropy: what all randomness of the run comes from. Secret.
+        entropy: where the randomness of each run comes from. Secret.
         configuration: what must be the same to go on.
         ledger: how far the ledger reached.
         position: numbers, such as how many steps are done.
@@ -130,7 +125,7 @@ class Saved:
     """
 
     run: str
-    entropy: int
+    entropy: Sequence[int]
     configuration: Mapping[str, str]
     ledger: Position
     position: Mapping[str, Any]
@@ -141,7 +136,7 @@ class Saved:
         contents = {name: np.asarray(array) for name, array in self.arrays.items()}
         header = {
             "run": self.run,
-            "entropy": str(self.entropy),
+            "entropy": [str(number) for number in self.entropy],
             "configuration": dict(self.configuration),
             "ledger": list(self.ledger),
             "position": dict(self.position),
@@ -176,7 +171,7 @@ class Saved:
             at += dtype.itemsize * count
         return cls(
             run=header["run"],
-            entropy=int(header["entropy"]),
+            entropy=[int(number) for number in header["entropy"]],
             configuration=header["configuration"],
             ledger=Position(*header["ledger"]),
             position=header["position"],
@@ -227,23 +222,20 @@ class RunFolder:
             self.close()
             raise
         self.id = secrets.token_hex(8) if self.saved is None else self.saved.run
-        self._entropy = secrets.randbits(128) if self.saved is None else self.saved.entropy
+        self._entropy: Sequence[int] = () if self.saved is None else self.saved.entropy
         self._configuration: Mapping[str, str] | None = None
 
-    @property
-    def charged_steps(self) -> int:
-        """How many steps of this run the ledger has been charged for."""
-        return self.ledger.charged_steps(self.id)
-
-    def verify(self, configuration: Mapping[str, str], seed: int | None) -> int:
+    def verify(
+        self, configuration: Mapping[str, str], seeds: Sequence[int | None]
+    ) -> Sequence[int]:
         """Compares the configuration with that of the run in the folder, if there is one.
 
         Args:
             configuration: what must be the same to go on, by name; hashes where it is long.
-            seed: the caller's, or None.
+            seeds: the caller's seed of each run, or None.
 
         Returns:
-            The seed of all randomness: the caller's, or one that is kept with the run.
+            The seed of each run's randomness: the caller's, or one that is kept with the run.
 
         Raises:
             CheckpointError: if anything differs; the message says what.
@@ -252,15 +244,17 @@ class RunFolder:
             **configuration,
             **{f"version of {name}": version for name, version in library_versions().items()},
             "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
-            "seed": "from the operating system" if seed is None else str(seed),
+            "seed": ", ".join(
+                "from the operating system" if seed is None else str(seed) for seed in seeds
+            ),
             # What a key stands for is also up to settings of JAX (jax_threefry_partitionable).
             "noise of a key": _noise_program(),
             # How a matrix product is cut into threads decides its rounding.
             _PROCESSORS: str(_num_processors()),
             _IS_RARE: str(self._checkpoint.every > 1),
         }
-        if seed is not None and self.saved is None:
-            self._entropy = seed
+        if self.saved is None:
+            self._entropy = [secrets.randbits(128) if seed is None else seed for seed in seeds]
         self._configuration = described
         if self.saved is not None:
             self._compare(self.saved.configuration, described)
@@ -414,9 +408,9 @@ def _num_processors() -> int:
 
 
 def _noise_program() -> str:
-    privatizer = GaussianNoise().privatizer(1.0, jax.random.key(0))
-    sums = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(4)}
-    return program("the noise", privatizer.update, sums, privatizer.init(sums))
+    noise, sums = GaussianNoise(), {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(4)}
+    add = functools.partial(noise.add, stddev=1.0)
+    return program("the noise", add, sums, noise.init(jax.random.key(0), sums))
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:

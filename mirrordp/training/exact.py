@@ -29,7 +29,8 @@ from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import FullBatch
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
-from mirrordp.training.central import train
+from mirrordp.training.central import TrainStep
+from mirrordp.training.engine import train
 from mirrordp.types import LossFn, Params
 from mirrordp.updates import (
     LearningRate,
@@ -78,8 +79,7 @@ def exact_mirror_descent(
     like: Params | None = None,
     public: PublicData | None = None,
     seed: int | None = None,
-    ledger: Ledger | None = None,
-    budget: Budget | None = None,
+    spend: Ledger | Budget | None = None,
 ) -> ExactResult:
     """Runs Algorithm 1 for all the steps that the mechanism was made for.
 
@@ -96,8 +96,7 @@ def exact_mirror_descent(
             default they are one vector.
         public: if given, private rows that equal one of these rows contribute nothing.
         seed: makes the run reproducible and therefore not for release.
-        ledger: where to charge.
-        budget: charge to a budget that spans runs instead, as in `mirrordp.train`.
+        spend: the ledger or budget to charge, as in `mirrordp.train`.
 
     Raises:
         ValueError: if θ_0 cannot be found; nothing is spent then.
@@ -123,18 +122,9 @@ def exact_mirror_descent(
         )
     start = unravel(minimum.params.astype(flat.dtype))
     make = accelerated_mirror_descent if accelerated else mirror_descent
-    *_, (state, info) = train(
-        loss_fn,
-        start,
-        private,
-        public,
-        mechanism=mechanism,
-        optimizer=make(mirror_map, learning_rate, constraint=constraint),
-        average=UniformAverage(),
-        seed=seed,
-        ledger=ledger,
-        budget=budget,
-    )
+    optimizer = make(mirror_map, learning_rate, constraint=constraint)
+    step = TrainStep(loss_fn, mechanism, optimizer, average=UniformAverage())
+    *_, (state, info) = train(step, start, private, public, seed=seed, spend=spend)
     converged = bool(state.opt_state.converged)
     if not converged:
         warn(

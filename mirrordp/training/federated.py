@@ -1,27 +1,25 @@
-"""User-level privacy: federated averaging with noise, and public users on the server's side.
+"""Private training on users: federated averaging with noise, and public users on the server's side.
 
-One round of the paper's federated form. A user, with all of its rows, is one record:
+One step of the paper's federated form. A user, with all of its rows, is one record:
 
     Δ_k = θ − (θ after local SGD over user k's rows)       user by user
     s   = Σ_{k ∈ cohort} clip(Δ_k, C)                      equal weights: row counts play no role
-    g   = (s + noise) / expected cohort                    the release; all below is post-processing
+    g   = (s + noise) / expected cohort                    the release; the rest is post-processing
     u   = α_t g + (1 − α_t) g_pub                          g_pub: the same from public users
     θ  ← θ + server_optimizer(u)
 
 With α = 1 this is DP-FedAvg: cold, or warm if θ comes from `warm_start_clients`.
 
-Compiled code sees *passes* of a few users each. The users of a round are sorted by how many local
+Compiled code sees *passes* of a few users each. The users of a step are sorted by how many local
 batches they have, so that a pass runs no longer than its largest user; the number of batches is a
-number and not a shape, and nothing is compiled twice. `examples/federated_by_hand.py` is the same
+number and not a shape, so nothing is compiled twice. `examples/federated_by_hand.py` is the same
 algorithm in plain loops.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,52 +39,31 @@ from mirrordp.data import (
 from mirrordp.privacy import _isolation, accounting
 from mirrordp.privacy._convolutions import where_faster
 from mirrordp.privacy.clipping import (
-    check_trainable,
     clip_factors,
     example_key,
     example_of,
-    frozen_mask,
-    merge,
     scaled,
     squared_norm,
     takes_key,
-    thawed_mask,
-    trainable_part,
     value_and_grad_program,
     with_key,
-    zero_sum,
 )
 from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.privacy.noise import interruptible
 from mirrordp.privacy.sampling import PADDING, passes
-from mirrordp.privacy.secure import SecureRandom
 from mirrordp.privacy.sums import ExactSum
-from mirrordp.spending import fingerprint as _fingerprint
-from mirrordp.spending.budget import Budget
-from mirrordp.spending.ledger import Ledger, ledger_for
-from mirrordp.training import checkpoint as checkpoints
-from mirrordp.training.bookkeeping import Books, Kept, check_books
-from mirrordp.training.central import (
-    Keys,
+from mirrordp.privacy.trainable import Trainable
+from mirrordp.training.step import (
+    PrivateSum,
+    PublicGradient,
+    StepInfo,
     Unprivatized,
-    add_sums,
-    check_charged_steps,
     check_loss,
     check_options,
-    described_loss,
-    described_step,
-    fits_on_device,
-    info_fields,
-    prepared_ahead,
-    randomness,
-    shown_arrays,
+    record_keys,
     updated,
     warn_of_unused,
-    whole_steps,
 )
-from mirrordp.training.checkpoint import Checkpoint
-from mirrordp.types import AlphaSchedule, Array, Batch, LossFn, Params, PyTree
-from mirrordp.updates import mix_gradients, schedules
+from mirrordp.types import Array, Batch, LossFn, Params, PyTree
 from mirrordp.updates.averages import Average
 from mirrordp.updates.public import WarmStart, public_grad, warm_start
 
@@ -112,7 +89,7 @@ def local_update(
     batch_size: int = 16,
     epochs: int = 1,
     num_batches: jax.typing.ArrayLike | None = None,
-    trainable: PyTree | None = None,
+    trainable: PyTree | Trainable | None = None,
 ) -> tuple[PyTree, jax.Array]:
     """What one user computes: Δ = θ − θ_local after epochs of SGD over its own rows.
 
@@ -142,10 +119,11 @@ def local_update(
     num_rows = jax.tree.leaves(examples)[0].shape[0]
     num_examples = jnp.asarray(num_examples)
     limit = -(-num_rows // batch_size) if num_batches is None else num_batches
-    start = trainable_part(params, trainable)
+    trainable = Trainable.of(trainable)
+    start = trainable.part(params)
 
     def mean_loss(local, batch, is_real, keys):
-        losses = jax.vmap(keyed_loss, (None, 0, 0))(merge(local, params), batch, keys)
+        losses = jax.vmap(keyed_loss, (None, 0, 0))(trainable.merge(local, params), batch, keys)
         return jnp.sum(jnp.where(is_real, losses, 0)) / jnp.maximum(jnp.sum(is_real), 1)
 
     def epoch(carry, epoch_key):
@@ -263,14 +241,14 @@ class Contribution(NamedTuple):
 
 
 class FederatedState(NamedTuple):
-    """What the next round needs. `noise_state` is secret: who holds it can subtract the noise.
+    """What the next step needs. Anyone who holds `noise_state` can subtract the noise.
 
     `clip_norm` and `client_learning_rate` are numbers here and not constants of the program, so
     that runs which differ in them share one compilation (`state._replace(clip_norm=...)`): a user's
     part is scaled to the mechanism's norm before the noise and back after it.
     """
 
-    round: jax.Array
+    step: jax.Array
     params: Params
     opt_state: PyTree
     noise_state: PyTree
@@ -279,65 +257,51 @@ class FederatedState(NamedTuple):
     average: Params | None
 
 
-class RoundInfo(NamedTuple):
-    """What one round may show. Everything but `unprivatized` follows from released values."""
-
-    noisy_grad_norm: jax.Array
-    public_loss: jax.Array
-    clip_norm: jax.Array
-    unprivatized: Unprivatized
-
-
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "starts", "num_examples"],
+    meta_fields=["width"],
+)
 @dataclasses.dataclass(frozen=True)
-class FederatedInfo:
-    """What may be plotted, one entry per round of the call that just finished.
+class ClientArrays:
+    """Users as arrays for a device.
 
     Attributes:
-        round: rounds done so far.
-        charged_rounds: how many of them read private data; `mechanism.epsilon(delta,
-            num_steps=charged_rounds)` is what they cost.
-        alpha: α_t.
-        noisy_grad_norm: norm of the released pseudo-gradient (zero where α_t = 0).
-        public_loss: mean loss of public users (or rows); NaN where no public gradient was computed.
-        clip_norm: C_t.
-        unprivatized: quantities without noise, if the caller asked for them, else None; its
-            `batch_size` counts users.
-        seeded: whether the run was given a seed, and is therefore not for release.
+        arrays: the rows of all users.
+        starts: where each user's rows begin.
+        num_examples: how many rows each user has.
+        width: how many rows a user is padded to.
     """
-
-    round: int
-    charged_rounds: int
-    alpha: np.ndarray
-    noisy_grad_norm: np.ndarray
-    public_loss: np.ndarray
-    clip_norm: np.ndarray
-    unprivatized: Unprivatized | None
-    seeded: bool
-
-
-class ClientArrays(NamedTuple):
-    """Users as arrays for a device: the rows of all, and where each user's begin."""
 
     arrays: Batch
     starts: Array
     num_examples: Array
+    width: int
 
     @classmethod
     def of(cls, clients: ClientData) -> "ClientArrays":
-        """The arrays of `clients`, on the default device."""
-        return jax.device_put(cls(clients.arrays, clients.starts, clients.num_examples))
+        """Returns the arrays of `clients`."""
+        return cls(
+            clients.arrays, clients.starts, clients.num_examples, clients.max_examples_per_user
+        )
 
 
-def pad_users(users: ClientArrays, numbers: Any, width: int) -> tuple[Batch, Any]:
-    """The rows of some users as [users, width, ...] and how many are real; PADDING owns none."""
+class UserBatch(NamedTuple):
+    """The rows of some users, padded alike, and how many of each user's rows are real."""
+
+    examples: Batch
+    num_examples: Any
+
+
+def pad_users(users: ClientArrays, numbers: Any) -> UserBatch:
+    """Returns the rows of some users as [..., width, ...]; PADDING owns no rows."""
     numpy = jnp if isinstance(numbers, jax.Array) else np
-    is_padding = numbers == PADDING
     safe = numpy.maximum(numbers, 0)
-    counts = numpy.where(is_padding, 0, users.num_examples[safe])
+    counts = numpy.where(numbers == PADDING, 0, users.num_examples[safe])
     total = jax.tree.leaves(users.arrays)[0].shape[0]
-    rows = users.starts[safe][:, None] + numpy.arange(width)
+    rows = users.starts[safe][..., None] + numpy.arange(users.width)
     rows = numpy.minimum(rows, total - 1)
-    return jax.tree.map(lambda leaf: leaf[rows], users.arrays), counts
+    return UserBatch(jax.tree.map(lambda leaf: leaf[rows], users.arrays), counts)
 
 
 def server_sgd(learning_rate: float = 1.0, momentum: float = 0.9) -> optax.GradientTransformation:
@@ -350,34 +314,42 @@ def _server_sgd(learning_rate: float, momentum: float) -> optax.GradientTransfor
     return optax.sgd(learning_rate, momentum=momentum or None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FederatedStep:
-    """The pure functions of one round; a value, so that equal rounds compile once.
+    """One step of federated training on users: a value, so that equal steps compile once.
 
-    `federated_train` simulates with it. A server of real clients uses its parts: `init`; for each
-    reply `one_sum` of its `contribution(delta, state.clip_norm)`, added up from `zero_sum`;
-    `finish` for the noise, the public gradient and the server's step.
+    `mirrordp.train(step, params, private, public)` simulates with it. A server of real clients uses
+    its parts: `init`; for each reply `one_sum` of its `contribution(delta, state.clip_norm)`, added
+    up from `zero_sum`; `finish` for the noise, the public gradient and the server's update.
 
     Args:
-        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
-        mechanism: samples, adds noise, accounts; its unit is the user.
-        optimizer: the server's optax transformation; receives the (mixed) pseudo-gradient.
-        client_learning_rate: η of the users.
-        client_batch_size: rows of a local batch.
-        local_epochs: how often a user goes over its rows.
-        public_loss_fn: ℓ_pub, if it differs from the private loss.
-        public_batch_size: public users per round, or rows where public data is a plain table; None
-            takes all.
-        scale_noise: see `mirrordp.mix_public_gradient`.
-        adaptive_clip: let the clip norm follow a quantile; begins at `mechanism.l2_clip_norm`.
-        average: an average of the iterates to keep, or None.
-        trainable: frozen form of the tree of booleans; see `mirrordp.privacy.clipping.frozen_mask`.
-        show_unprivatized: compute `info.unprivatized`; zeros otherwise.
+        loss_fn: `loss_fn(params, example) -> scalar`, a function of *one* example; optionally with
+            a third argument, a random key, for dropout.
+        mechanism: decides sampling, clipping, noise and cost; made with `unit="user"`.
+        optimizer: the server's optax transformation; by default `server_sgd()`, SGD with momentum.
+            It receives the mixed pseudo-gradient, and the public one as the extra argument
+            `public_grad`.
+        client_learning_rate: η of the users' local SGD.
+        client_batch_size: the number of rows in a local batch.
+        local_epochs: how often a user goes over its rows in one step.
+        public_loss_fn: ℓ_pub, if it differs from `loss_fn`.
+        public_batch_size: the number of public users per step, or of rows where the public data is
+            a plain table, drawn at random; None takes all of them.
+        scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
+        adaptive_clip: lets the clip norm follow a quantile of the users' norms; it begins at
+            `mechanism.l2_clip_norm`.
+        average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, or None.
+        trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
+        users_per_pass: how many users are computed side by side; by default as many as memory
+            allows.
+        show_unprivatized: fills `info.unprivatized` with the users' loss, clip fraction and number,
+            which are not covered by the guarantee.
     """
 
     loss_fn: LossFn
     mechanism: Mechanism
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation = None  # pyright: ignore[reportAssignmentType]
+    _: dataclasses.KW_ONLY
     # Only `init` reads it, so steps that differ in it alone are one program.
     client_learning_rate: float = dataclasses.field(compare=False)
     client_batch_size: int = 16
@@ -388,9 +360,16 @@ class FederatedStep:
     adaptive_clip: AdaptiveClip | None = None
     average: Average | None = None
     trainable: Any = None
+    users_per_pass: int | None = None
     show_unprivatized: bool = False
 
+    steps_per_call: ClassVar[int] = 10
+    branches: ClassVar[bool] = True
+
     def __post_init__(self):
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", server_sgd())
+        object.__setattr__(self, "trainable", Trainable.of(self.trainable))
         check_options(self, "Use server_sgd(1.0).")
         if self.mechanism.unit != "user":
             raise ValueError(
@@ -401,27 +380,88 @@ class FederatedStep:
         _validate.positive_integer(
             client_batch_size=self.client_batch_size, local_epochs=self.local_epochs
         )
+        for name in ("public_batch_size", "users_per_pass"):
+            if getattr(self, name) is not None:
+                _validate.positive_integer(**{name: getattr(self, name)})
         if self.adaptive_clip is not None:
             _validate.instance_of(AdaptiveClip, adaptive_clip=self.adaptive_clip)
             if self.mechanism.noise.num_bands > 1:
                 raise accounting.UnsupportedError(
-                    "correlated noise cancels between rounds that share one clip norm, so it is "
+                    "correlated noise cancels between steps that share one clip norm, so it is "
                     "refused together with adaptive_clip. Use GaussianNoise(), or a fixed clip."
                 )
 
+    def check(
+        self, params: Params, private: PrivateClients, public: PublicClients | PublicData | None
+    ) -> None:
+        """Raises for data of the wrong kind and for a loss that does not fit; reads no row.
+
+        The local training is read as a program before it runs: one that could see other users is
+        refused.
+        """
+        require_private_clients(private)
+        check_loss("loss_fn", self.loss_fn, params, private.arrays)
+        if public is not None:
+            _validate.instance_of(
+                (PublicClients, PublicData), "Wrap public users: PublicClients(...).", public=public
+            )
+        self.trainable.check(params)
+        traced = value_and_grad_program(
+            self.loss_fn, params, self.trainable, example_of(private.arrays), example_key()
+        )
+        warn_of_unused(traced, self.trainable.part(params))
+        self.check_isolated(params, _padded_user(private), example_key())
+
+    def fitted(self, params: Params, private: PrivateClients) -> Self:
+        """Returns the step with `users_per_pass` decided."""
+        if self.users_per_pass is not None:
+            return self
+        return dataclasses.replace(
+            self, users_per_pass=default_users_per_pass(self, params, private)
+        )
+
+    def excluded(
+        self,
+        private: PrivateClients,
+        public: PublicClients | PublicData | None,
+        overlap: Overlap,
+    ) -> np.ndarray:
+        """Returns which private users have the name of a public user and are left out."""
+        if not isinstance(public, PublicClients):
+            return np.zeros(len(private), bool)
+        return excluded_users(private, public, overlap)
+
+    def records(self, data: PrivateClients | PublicClients | PublicData) -> ClientArrays | Batch:
+        """Returns users, or the rows of a plain table, as a tree of arrays."""
+        return ClientArrays.of(data) if isinstance(data, ClientData) else data.arrays
+
     @property
-    def _mask(self) -> PyTree | None:
-        return thawed_mask(self.trainable)
+    def pass_size(self) -> int:
+        """How many users one pass computes."""
+        assert self.users_per_pass is not None, "call fitted() first"
+        return self.users_per_pass
+
+    def passes(self, batch: np.ndarray, private: PrivateClients) -> np.ndarray:
+        """Returns the users of a cohort as rows of `pass_size`, filled up with PADDING.
+
+        Users with equally many rows lie side by side, so that none waits for a larger one.
+        """
+        cohort = batch[batch != PADDING]
+        order = np.argsort(-np.asarray(private.num_examples)[cohort], kind="stable")
+        return passes(cohort[order], self.pass_size)
+
+    def take(self, records: ClientArrays, numbers: Any) -> UserBatch:
+        """Returns the rows of these users, on the host or on the device."""
+        return pad_users(records, numbers)
 
     def init(self, params: Params, key: jax.Array) -> FederatedState:
-        """The state before the first round; `key` seeds the noise and must be secret."""
-        part = trainable_part(params, self._mask)
-        check_trainable(part)
+        """Returns the state before the first step; `key` seeds the noise and must be secret."""
+        self.trainable.check(params)
         return FederatedState(
-            round=jnp.zeros([], jnp.int32),
+            step=jnp.zeros([], jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(part),
-            noise_state=self.mechanism.privatizer(key).init(_tree(self._zeros(params))),
+            opt_state=self.optimizer.init(self.trainable.part(params)),
+            noise_state=self.mechanism.init_noise(key, self._zeros(params)),
             clip_norm=jnp.asarray(self.mechanism.l2_clip_norm, jnp.float32),
             client_learning_rate=jnp.asarray(self.client_learning_rate, jnp.float32),
             average=None if self.average is None else params,
@@ -429,36 +469,35 @@ class FederatedStep:
 
     def _zeros(self, params: Params) -> Contribution:
         count = None if self.adaptive_clip is None else jnp.zeros([])
-        return Contribution(zero_sum(params, self._mask), count)
+        return Contribution(self.trainable.zero_sum(params), count)
 
-    def zero_sum(self, params: Params) -> ExactSum:
-        """The sum over nobody, of a `Contribution` for everybody."""
-        return ExactSum.zero(self._zeros(params), self.mechanism.l2_clip_norm)
+    def zero_sum(self, state: FederatedState) -> PrivateSum:
+        """Returns what `private_sum` gives for an empty cohort."""
+        zeros = self._zeros(state.params)
+        return PrivateSum(ExactSum.zero(zeros, self.mechanism.l2_clip_norm), Unprivatized.zero())
 
-    def one_sum(self, contribution: Contribution) -> ExactSum:
-        """The sum over one user; sums add up with `+`, exactly and in any order."""
-        return ExactSum.of(contribution, self.mechanism.l2_clip_norm)
+    def one_sum(self, contribution: Contribution) -> PrivateSum:
+        """Returns the sum over one user; sums add up exactly, in any order."""
+        return PrivateSum(
+            ExactSum.of(contribution, self.mechanism.l2_clip_norm), Unprivatized.zero()
+        )
 
     def local_updates(
-        self,
-        loss_fn: LossFn,
-        state: FederatedState,
-        examples: Batch,
-        num_examples: jax.Array,
-        keys: jax.Array,
-        num_batches: jax.typing.ArrayLike | None = None,
+        self, loss_fn: LossFn, state: FederatedState, batch: UserBatch, keys: jax.Array
     ) -> tuple[PyTree, jax.Array]:
-        """`local_update` of several users at once, on [users, rows, ...]."""
+        """Returns `local_update` of several users at once."""
         update = functools.partial(
             local_update,
             loss_fn,
             learning_rate=state.client_learning_rate,
             batch_size=self.client_batch_size,
             epochs=self.local_epochs,
-            num_batches=num_batches,
-            trainable=self._mask,
+            num_batches=jnp.max(-(-batch.num_examples // self.client_batch_size)),
+            trainable=self.trainable,
         )
-        return jax.vmap(update, in_axes=(None, 0, 0, 0))(state.params, examples, num_examples, keys)
+        return jax.vmap(update, in_axes=(None, 0, 0, 0))(
+            state.params, batch.examples, batch.num_examples, keys
+        )
 
     def check_isolated(self, params: Params, examples: Batch, key: Any) -> None:
         """Raises if the local training of a user, mapped over users, could see other users.
@@ -476,7 +515,7 @@ class FederatedStep:
             learning_rate=self.client_learning_rate,
             batch_size=self.client_batch_size,
             epochs=self.local_epochs,
-            trainable=self._mask,
+            trainable=self.trainable,
         )
         program = jax.make_jaxpr(update)(params, examples, 1, key)
         _isolation.check("the local training of a user", program)
@@ -509,17 +548,14 @@ class FederatedStep:
     def private_sum(
         self,
         state: FederatedState,
-        examples: Batch,
-        num_examples: jax.Array,
+        batch: UserBatch,
         is_padding: jax.Array,
-        keys: jax.Array,
-        num_batches: jax.typing.ArrayLike | None = None,
-    ) -> tuple[ExactSum, Unprivatized]:
-        """The sum over one pass of users, not yet private, with *sums* of unprivatized values."""
-        self.check_isolated(state.params, example_of(examples), example_of(keys))
-        deltas, losses = self.local_updates(
-            self.loss_fn, state, examples, num_examples, keys, num_batches
-        )
+        keys: jax.Array | None,
+    ) -> PrivateSum:
+        """Returns the sum of the users' contributions over one pass of users."""
+        assert keys is not None, "local training shuffles: pass one key per user"
+        self.check_isolated(state.params, example_of(batch.examples), example_of(keys))
+        deltas, losses = self.local_updates(self.loss_fn, state, batch, keys)
 
         def contribute(delta, is_padding):
             contribution, clipped = self.contribution(delta, state.clip_norm)
@@ -531,20 +567,15 @@ class FederatedStep:
         contributions, norms = jax.vmap(contribute)(deltas, is_padding)
         total = ExactSum.over(contributions, self.mechanism.l2_clip_norm)
         if not self.show_unprivatized:
-            return total, Unprivatized.zero()
+            return PrivateSum(total, Unprivatized.zero())
         # A norm that is not a number was not below C either.
-        return total, Unprivatized.sums(losses, ~(norms <= state.clip_norm), is_padding)
+        shown = Unprivatized.sums(losses, ~(norms <= state.clip_norm), is_padding)
+        return PrivateSum(total, shown)
 
     def public_grad(
-        self,
-        state: FederatedState,
-        public: ClientArrays | Batch,
-        key: jax.Array,
-        *,
-        width: int = 0,
-        users_per_pass: int = 8,
-    ) -> tuple[PyTree, jax.Array]:
-        """g_pub and the public loss: from public users as `ClientArrays`, or rows as plain arrays.
+        self, state: FederatedState, public: ClientArrays | Batch, key: jax.Array
+    ) -> PublicGradient:
+        """Returns g_pub and the public loss, from public users or from rows as plain arrays.
 
         Public users do what private users do: local SGD, the same clip, equal weights. Rows give
         the ordinary gradient of the mean loss.
@@ -553,14 +584,14 @@ class FederatedStep:
             state: the model and the clip norm.
             public: public users, or a tree of arrays.
             key: chooses and shuffles.
-            width: rows that a user is padded to.
-            users_per_pass: users computed side by side.
         """
         loss_fn = self.public_loss_fn or self.loss_fn
         if not isinstance(public, ClientArrays):
-            gradient = public_grad(loss_fn, batch_size=self.public_batch_size, trainable=self._mask)
+            gradient = public_grad(
+                loss_fn, batch_size=self.public_batch_size, trainable=self.trainable
+            )
             loss, grad = gradient(state.params, public, key)
-            return grad, loss
+            return PublicGradient(grad, loss)
         choice_key, update_key = jax.random.split(key)
         num_users = public.starts.shape[0]
         chosen = min(self.public_batch_size or num_users, num_users)
@@ -568,41 +599,35 @@ class FederatedStep:
         if chosen < num_users:
             users = jax.random.permutation(choice_key, num_users)[:chosen]
         users = users[jnp.argsort(public.num_examples[users])]
-        per_pass = min(users_per_pass, chosen)
+        per_pass = min(self.users_per_pass or 8, chosen)
         users = jnp.concatenate([users, jnp.full(-chosen % per_pass, PADDING)])
 
         def add_pass(carry, numbers):
-            examples, counts = pad_users(public, numbers, width)
-            keys = user_keys(update_key, numbers)
-            batches = jnp.max(-(-counts // self.client_batch_size))
-            deltas, losses = self.local_updates(loss_fn, state, examples, counts, keys, batches)
+            batch, keys = pad_users(public, numbers), record_keys(update_key, numbers)
+            deltas, losses = self.local_updates(loss_fn, state, batch, keys)
             clipped = jax.vmap(lambda delta: clip_delta(delta, state.clip_norm).delta)(deltas)
             # A user of padding owns no rows, so its delta and loss are zero.
             new = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), (clipped, losses))
             return jax.tree.map(jnp.add, carry, new), None
 
-        zero = (zero_sum(state.params, self._mask), jnp.zeros([]))
+        zero = (self.trainable.zero_sum(state.params), jnp.zeros([]))
         total, _ = jax.lax.scan(add_pass, zero, users.reshape(-1, per_pass))
-        return jax.tree.map(lambda leaf: leaf / chosen, total)
+        return PublicGradient(*jax.tree.map(lambda leaf: leaf / chosen, total))
 
     def finish(
         self,
         state: FederatedState,
-        total: ExactSum,
-        unprivatized: Unprivatized,
-        public_gradient: PyTree | None,
+        total: PrivateSum,
+        public_gradient: PublicGradient | None,
         alpha: jax.typing.ArrayLike,
-        public_loss: jax.typing.ArrayLike = jnp.nan,
-    ) -> tuple[FederatedState, RoundInfo]:
-        """Adds the noise to a whole round's sum and takes the server's step; at α = 0 no noise.
+    ) -> tuple[FederatedState, StepInfo]:
+        """Adds the noise to a whole step's sum and takes the server's step; at α = 0, no noise.
 
         Args:
-            state: the state before the round.
+            state: the state before the step.
             total: the sum of the users' contributions.
-            unprivatized: sums of unprivatized values; `Unprivatized.zero()` if there are none.
             public_gradient: g_pub, or None for DP-FedAvg.
             alpha: α_t in [0, 1]; only 1 without a public gradient.
-            public_loss: passed on to the info.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
 
@@ -613,10 +638,7 @@ class FederatedStep:
                 # The count is mixed with nothing.
                 count_weight = None if self.adaptive_clip is None else jnp.ones([])
                 weight = Contribution(jnp.clip(alpha, 0, 1), count_weight)
-            # The privatizer's key lives in its state; the one given here is never used.
-            noisy, noise_state = self.mechanism.privatizer(jax.random.key(0)).update(
-                _tree(total), noise_state, weight=weight
-            )
+            noisy, noise_state = self.mechanism.add_noise(total.total, noise_state, weight=weight)
             mean = self.mechanism.mean(noisy)
             weight, count_weight = self._budget
             grad = jax.tree.map(
@@ -631,277 +653,29 @@ class FederatedStep:
             return grad, noise_state, clip_norm
 
         def skip(noise_state):
-            return total.zeros().delta, noise_state, state.clip_norm
+            return total.total.zeros().delta, noise_state, state.clip_norm
 
         private_grad, noise_state, clip_norm = jax.lax.cond(
             alpha > 0, release, skip, state.noise_state
         )
-        update = private_grad
-        if public_gradient is not None:
-            update = mix_gradients(
-                private_grad, public_gradient, alpha=alpha, scale_noise=self.scale_noise
-            )
-        number = state.round + 1
-        params, opt_state, average = updated(self, state, update, number)
-        info = RoundInfo(
+        params, opt_state, average = updated(self, state, private_grad, public_gradient, alpha)
+        public_loss = jnp.nan if public_gradient is None else public_gradient.loss
+        info = StepInfo(
             noisy_grad_norm=optax.tree.norm(private_grad).astype(jnp.float32),
             public_loss=jnp.asarray(public_loss, jnp.float32),
             clip_norm=state.clip_norm,
-            unprivatized=unprivatized.per_record(),
+            unprivatized=total.unprivatized.per_record(),
         )
         new_state = FederatedState(
-            number, params, opt_state, noise_state, clip_norm, state.client_learning_rate, average
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            noise_state=noise_state,
+            clip_norm=clip_norm,
+            client_learning_rate=state.client_learning_rate,
+            average=average,
         )
         return new_state, info
-
-
-def _tree(tree: Any) -> Any:
-    """Optax's types leave out named tuples, which are trees like others."""
-    return tree
-
-
-def user_keys(round_key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """A key per user of a round, bound to the user and not to its place among the others."""
-    return jax.vmap(lambda user: jax.random.fold_in(round_key, user))(jnp.maximum(numbers, 0))
-
-
-class _Passes(NamedTuple):
-    """Inputs of a compiled call: one row per pass, padded with idle passes to a fixed number."""
-
-    users: Any  # [passes, users], PADDING where there is none
-    streamed: Any  # (rows, counts) of the users where data is streamed, else None
-    num_batches: Any  # [passes] local batches of the largest user
-    alpha: Any  # [passes]
-    is_active: Any  # [passes] False for idle passes at the end of a call
-    is_last: Any  # [passes] True where a round's sum is complete
-
-
-@functools.partial(jax.jit, static_argnames=("step", "width", "public_width"))
-def _run_passes(
-    step: FederatedStep,
-    state: FederatedState,
-    partial_sum: tuple[ExactSum, Unprivatized],
-    inputs: _Passes,
-    private: ClientArrays | None,
-    excluded: jax.Array,
-    public: ClientArrays | Batch | None,
-    keys: Any,
-    *,
-    width: int,
-    public_width: int,
-):
-    """Scans over passes; carries the state and the sum of the round in progress."""
-    users_per_pass = inputs.users.shape[1]
-    zero = (step.zero_sum(state.params), Unprivatized.zero())
-    no_info = RoundInfo(jnp.zeros([]), jnp.zeros([]), jnp.zeros([]), zero[1])
-
-    def add_pass(state, partial_sum, x):
-        is_padding = (x.users == PADDING) | excluded[jnp.maximum(x.users, 0)]
-        examples, counts = x.streamed if private is None else pad_users(private, x.users, width)
-        round_key = jax.random.fold_in(keys.loss, state.round)
-        new = step.private_sum(
-            state, examples, counts, is_padding, user_keys(round_key, x.users), x.num_batches
-        )
-        return add_sums(partial_sum, new)
-
-    def public_side(state, alpha):
-        def compute():
-            key = jax.random.fold_in(keys.public, state.round)
-            grad, loss = step.public_grad(
-                state, public, key, width=public_width, users_per_pass=users_per_pass
-            )
-            return grad, loss.astype(jnp.float32)
-
-        nothing = (zero[0].zeros().delta, jnp.full([], jnp.nan))
-        # At α = 1 the public gradient has no weight: it is not computed.
-        return jax.lax.cond(alpha < 1, compute, lambda: nothing)
-
-    def body(carry, x):
-        def active(carry):
-            state, partial_sum = carry
-            partial_sum = jax.lax.cond(
-                x.alpha > 0, lambda: add_pass(state, partial_sum, x), lambda: partial_sum
-            )
-
-            def finish():
-                grad, loss = None, jnp.nan
-                if public is not None:
-                    grad, loss = public_side(state, x.alpha)
-                new_state, info = step.finish(
-                    state, partial_sum[0], partial_sum[1], grad, x.alpha, loss
-                )
-                return (new_state, zero), info
-
-            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), no_info))
-
-        return jax.lax.cond(x.is_active, active, lambda carry: (carry, no_info), carry)
-
-    (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
-    return state, partial_sum, infos
-
-
-def federated_train(
-    loss_fn: LossFn,
-    params: Params,
-    private: PrivateClients,
-    public: PublicClients | PublicData | None = None,
-    *,
-    mechanism: Mechanism,
-    client_learning_rate: float,
-    optimizer: optax.GradientTransformation | None = None,
-    alpha: float | Sequence[float] | AlphaSchedule = 1.0,
-    num_rounds: int | None = None,
-    client_batch_size: int = 16,
-    local_epochs: int = 1,
-    public_loss_fn: LossFn | None = None,
-    public_batch_size: int | None = None,
-    scale_noise: bool = True,
-    adaptive_clip: AdaptiveClip | None = None,
-    average: Average | None = None,
-    trainable: PyTree | None = None,
-    overlap: Overlap = Overlap.DROP,
-    seed: int | None = None,
-    rounds_per_call: int = 10,
-    users_per_pass: int | None = None,
-    stream: bool | None = None,
-    ledger: Ledger | None = None,
-    budget: Budget | None = None,
-    checkpoint: Checkpoint | None = None,
-    state: FederatedState | None = None,
-    show_unprivatized: bool = False,
-) -> Iterator[tuple[FederatedState, FederatedInfo]]:
-    """Simulates federated training under user-level privacy; yields every few rounds.
-
-    With the default `alpha=1` this is DP-FedAvg: cold, or warm if `params` come from
-    `warm_start_clients`. With `alpha` below one it is PDA-DPMD in its federated form; the paper's
-    schedule cos(πt/(iT)) is `schedules.cosine(decay_steps=i * T / 2)`.
-
-    Everything is checked, and a mistake raised, before the first private row is used. A block of
-    rounds is charged to `ledger` (or `budget`) before it runs.
-
-    Args:
-        loss_fn: `loss_fn(params, example) -> scalar`, a function of *one* example; optionally with
-            a third argument, a random key, for dropout.
-        params: where to begin; must not come from private data.
-        private: the private users.
-        public: `PublicClients` for a pseudo-gradient by the same local training, or `PublicData`
-            for the plain gradient of its rows; needed where α < 1.
-        mechanism: decides sampling, clipping, noise and cost; made with `unit="user"`.
-        client_learning_rate: η of the users' local SGD.
-        optimizer: the server's optax transformation; by default `server_sgd()`, SGD with momentum.
-        alpha: α_t as a number, a list or a schedule (`mirrordp.schedules`), fixed beforehand.
-        num_rounds: rounds to take; by default as many as the mechanism was made for. Rounds with
-            α_t = 0 read no private data, are not charged, and do not count against the mechanism.
-        client_batch_size: rows of a local batch.
-        local_epochs: how often a user goes over its rows in a round.
-        public_loss_fn: ℓ_pub, if it differs from `loss_fn`.
-        public_batch_size: public users (or rows) per round, at random; None takes all of them.
-        scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
-        adaptive_clip: let the clip norm follow a quantile of the users' norms.
-        average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates.
-        trainable: a tree of booleans over `params` (or a prefix of it); the rest stays frozen.
-        overlap: what to do about private users whose name is also a public user's.
-        seed: makes the run reproducible and therefore not for release; by default all randomness
-            comes from the operating system.
-        rounds_per_call: rounds per compiled call, and between two yields.
-        users_per_pass: users computed side by side; by default what memory allows.
-        stream: keep private rows in host memory and send them pass by pass; by default only if they
-            do not fit on the device.
-        ledger: where to charge; pass one to compose several runs.
-        budget: charge to a budget that spans runs instead, one made with `unit="user"`; the run is
-            refused before any row is used if all of it does not fit.
-        checkpoint: keep what is needed to go on after a crash, as in `mirrordp.train`.
-        state: instead of a checkpoint, go on from the state that an earlier call with the same
-            arguments and seed yielded; what came before was charged there. The remaining rounds
-            draw as they would have.
-        show_unprivatized: fill `info.unprivatized` with the users' loss, clip fraction and number,
-            which are not covered by the guarantee.
-
-    Returns:
-        An iterator of `(FederatedState, FederatedInfo)`.
-    """
-    require_private_clients(private)
-    check_books(mechanism, ledger, budget, checkpoint)
-    params = jax.tree.map(jnp.asarray, params)
-    step = FederatedStep(
-        loss_fn=loss_fn,
-        mechanism=mechanism,
-        optimizer=server_sgd() if optimizer is None else optimizer,
-        client_learning_rate=client_learning_rate,
-        client_batch_size=client_batch_size,
-        local_epochs=local_epochs,
-        public_loss_fn=public_loss_fn,
-        public_batch_size=public_batch_size,
-        scale_noise=scale_noise,
-        adaptive_clip=adaptive_clip,
-        average=average,
-        trainable=frozen_mask(trainable, params),
-        show_unprivatized=show_unprivatized,
-    )
-    _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=overlap)
-    _validate.positive_integer(rounds_per_call=rounds_per_call)
-    total = mechanism.num_steps if num_rounds is None else num_rounds
-    _validate.positive_integer(num_rounds=total)
-    alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
-    check_charged_steps(alphas, mechanism)
-    if public is not None:
-        _validate.instance_of(
-            (PublicClients, PublicData), "Wrap public users: PublicClients(...).", public=public
-        )
-    elif (alphas < 1).any():
-        raise ValueError(
-            f"alpha goes down to {float(alphas.min()):g}, so public data is needed, got none. Pass "
-            "public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
-        )
-    check_trainable(trainable_part(params, step._mask))
-    check_loss("loss_fn", loss_fn, params, private.arrays)
-    traced = value_and_grad_program(
-        loss_fn, params, step._mask, example_of(private.arrays), example_key()
-    )
-    warn_of_unused(traced, trainable_part(params, step._mask))
-    step.check_isolated(params, _padded_user(private), example_key())
-    if public is not None:
-        check_loss("public_loss_fn", public_loss_fn or loss_fn, params, public.arrays)
-    ledger_for(mechanism.adjacency, ledger)
-    mechanism.check_num_examples(len(private))
-    if state is not None and seed is None:
-        raise ValueError(
-            "to go on from a state the run needs the seed it began with, got seed=None: other "
-            "draws would follow than the ones that the state belongs to."
-        )
-    if state is not None and checkpoint is not None:
-        raise ValueError("a run goes on from a state or a checkpoint, got both. Leave one out.")
-    if users_per_pass is None:
-        users_per_pass = default_users_per_pass(step, params, private)
-    _validate.positive_integer(users_per_pass=users_per_pass)
-    first = 0 if state is None else int((alphas[: int(state.round)] > 0).sum())
-    with contextlib.ExitStack() as stack:
-        books = Books.open(
-            mechanism, private, num_steps=int((alphas > 0).sum()), ledger=ledger, budget=budget,
-            checkpoint=checkpoint, first=first,
-        )  # fmt: skip
-        stack.callback(books.close)
-        excluded = np.zeros(len(private), bool)
-        if isinstance(public, PublicClients):
-            excluded = excluded_users(private, public, overlap)
-        run = _Simulation(
-            step=step,
-            params=params,
-            private=private,
-            public=public if (alphas < 1).any() else None,
-            excluded=excluded,
-            alphas=alphas,
-            rounds_per_call=rounds_per_call,
-            users_per_pass=users_per_pass,
-            stream=not fits_on_device(private) if stream is None else stream,
-        )
-        rng, keys = randomness(
-            books.verified(functools.partial(_configuration, run), seed),
-            secure=mechanism.is_secure,
-        )
-        rounds = _generate(run, state, rng, keys, books)
-        stack.pop_all()  # from here on the generator closes the books
-    return rounds
 
 
 def _padded_user(clients: ClientData) -> Batch:
@@ -910,185 +684,6 @@ def _padded_user(clients: ClientData) -> Batch:
         lambda row: jax.ShapeDtypeStruct((clients.max_examples_per_user, *row.shape), row.dtype),
         example_of(clients.arrays),
     )
-
-
-class _Simulation(NamedTuple):
-    """A checked request: all that the rounds need but randomness."""
-
-    step: FederatedStep
-    params: Params
-    private: PrivateClients
-    public: PublicClients | PublicData | None
-    excluded: np.ndarray
-    alphas: np.ndarray
-    rounds_per_call: int
-    users_per_pass: int
-    stream: bool
-
-
-def _configuration(run: _Simulation, key: bytes) -> dict[str, str]:
-    """Everything that decides what the run computes, in words or as a fingerprint."""
-    step, params, private, public = run.step, run.params, run.private, run.public
-    described = described_step(step, params, private.arrays, key) | {
-        "alpha": checkpoints.outline(run.alphas),
-        "rounds_per_call": str(run.rounds_per_call),
-        # The order of additions, and so the last digits, follow from it.
-        "users_per_pass": str(run.users_per_pass),
-        "max_examples_per_user": str(private.max_examples_per_user),
-        "stream": str(run.stream),
-        "private data": _fingerprint.of_arrays(
-            key, (private.arrays, private.num_examples, run.excluded)
-        ),
-    }
-    if public is not None:
-        users = ()
-        if isinstance(public, PublicClients):
-            users = (public.num_examples, public.max_examples_per_user)
-        described["public data"] = _fingerprint.of_arrays(key, (public.arrays, users))
-        described["public_loss_fn"] = described_loss(
-            "public_loss_fn",
-            step.public_loss_fn or step.loss_fn,
-            params,
-            step._mask,
-            public.arrays,
-        )
-    return described
-
-
-def _generate(
-    run: _Simulation,
-    given: FederatedState | None,
-    rng: np.random.Generator | SecureRandom,
-    keys: Keys,
-    books: Books,
-) -> Iterator[tuple[FederatedState, FederatedInfo]]:
-    with contextlib.closing(books):
-        batches = books.batches(len(run.private), rng)
-        if given is not None:
-            # Another run from this state would have the same noise.
-            books.claim(books.seed)
-            state, first = given, int(given.round)
-            for _ in range(int((run.alphas[:first] > 0).sum())):
-                next(batches)
-        else:
-            state, kept = books.begin(run.step.init(run.params, keys.noise), batches)
-            first = 0 if kept is None else kept.step
-            if kept is not None:
-                shown, seeded = info_fields(kept.shown), books.seed is not None
-                yield state, FederatedInfo(first, kept.charged_steps, **shown, seeded=seeded)
-        yield from _rounds(run, state, first, batches, keys, books)
-        books.finish()
-
-
-def _rounds(
-    run: _Simulation,
-    state: FederatedState,
-    first: int,
-    batches: Iterator[np.ndarray],
-    keys: Keys,
-    books: Books,
-) -> Iterator[tuple[FederatedState, FederatedInfo]]:
-    """Rounds from number `first` on: charged, computed, kept, yielded, a few at a time."""
-    step, params, private, public = run.step, run.params, run.private, run.public
-    alphas, rounds_per_call, users_per_pass = run.alphas, run.rounds_per_call, run.users_per_pass
-    partial_sum = (step.zero_sum(params), Unprivatized.zero())
-    on_host = ClientArrays(private.arrays, private.starts, private.num_examples)
-    on_device = None if run.stream else ClientArrays.of(private)
-    public_width, public_arrays = 0, None
-    if isinstance(public, PublicClients):
-        public_width, public_arrays = public.max_examples_per_user, ClientArrays.of(public)
-    elif public is not None:
-        public_arrays = jax.device_put(public.arrays)
-    excluded = jax.device_put(run.excluded)
-    width = private.max_examples_per_user
-    capacity = step.mechanism.sampling.capacity
-    passes_per_call = rounds_per_call * math.ceil(capacity / users_per_pass)
-
-    def prepare(start: int) -> list[_Passes]:
-        return _pack(
-            alphas[start : start + rounds_per_call],
-            batches,
-            on_host,
-            users_per_pass,
-            passes_per_call,
-            step.client_batch_size,
-            width if run.stream else 0,
-        )
-
-    charged = int((alphas[:first] > 0).sum())
-    for start, calls in prepared_ahead(prepare, range(first, len(alphas), rounds_per_call)):
-        block = alphas[start : start + rounds_per_call]
-        reads = int((block > 0).sum())
-        books.charge(charged, charged + reads)
-        charged += reads
-        infos = []
-        with interruptible():
-            for inputs in calls:
-                state, partial_sum, info = _run_passes(
-                    step, state, partial_sum, inputs, on_device, excluded,
-                    public_arrays, keys, width=width, public_width=public_width,
-                )  # fmt: skip
-                infos.append(info)
-            info = whole_steps(calls, infos)
-        found = FederatedInfo(
-            round=start + len(block),
-            charged_rounds=charged,
-            alpha=block,
-            noisy_grad_norm=info.noisy_grad_norm,
-            public_loss=info.public_loss,
-            clip_norm=info.clip_norm,
-            unprivatized=info.unprivatized if step.show_unprivatized else None,
-            seeded=books.seed is not None,
-        )
-        kept = Kept(found.round, charged, shown_arrays(found))
-        books.keep(state, kept, start // rounds_per_call, is_last=found.round == len(alphas))
-        yield state, found
-
-
-def _pack(
-    alphas: np.ndarray,
-    batches: Iterator[np.ndarray],
-    private: ClientArrays,
-    users_per_pass: int,
-    passes_per_call: int,
-    client_batch_size: int,
-    stream_width: int,
-) -> list[_Passes]:
-    """Draws the cohorts of a block of rounds and lays them out as calls of one fixed shape."""
-    counts = np.asarray(private.num_examples)
-    users, alpha, is_last = [], [], []
-    for weight in alphas:
-        # A round that reads no private data draws no cohort either.
-        cohort = np.asarray(next(batches)) if weight > 0 else np.zeros(0, np.int32)
-        cohort = cohort[cohort != PADDING]
-        # Users with equally many batches side by side: none waits for a larger one.
-        rows = passes(cohort[np.argsort(-counts[cohort], kind="stable")], users_per_pass)
-        users.extend(rows)
-        alpha.extend([weight] * len(rows))
-        is_last.extend([False] * (len(rows) - 1) + [True])
-    idle = -len(users) % passes_per_call
-    users = np.concatenate([users, np.full((idle, users_per_pass), PADDING, "i4")])
-    alpha = np.concatenate([alpha, np.zeros(idle)]).astype(np.float32)
-    is_last = np.concatenate([is_last, np.zeros(idle, bool)])
-    is_active = np.arange(len(users)) < len(users) - idle
-    own = np.where(users == PADDING, 0, counts[np.maximum(users, 0)])
-    num_batches = -(-own.max(axis=1) // client_batch_size)
-    calls = []
-    for start in range(0, len(users), passes_per_call):
-        part = slice(start, start + passes_per_call)
-        streamed = None
-        if stream_width:
-            flat = users[part].reshape(-1)
-            rows, real = pad_users(private, flat, stream_width)
-            shape = users[part].shape
-            streamed = jax.tree.map(
-                lambda leaf, shape=shape: leaf.reshape(*shape, *leaf.shape[1:]), (rows, real)
-            )
-        inputs = _Passes(
-            users[part], streamed, num_batches[part], alpha[part], is_active[part], None
-        )
-        calls.append(jax.device_put(inputs)._replace(is_last=is_last[part]))
-    return calls
 
 
 def default_users_per_pass(step: FederatedStep, params: Params, clients: ClientData) -> int:
@@ -1108,7 +703,7 @@ def default_users_per_pass(step: FederatedStep, params: Params, clients: ClientD
     def residuals(params, batch):
         keys = jax.random.split(jax.random.key(0), step.client_batch_size)
         losses = jax.vmap(keyed_loss, (None, 0, 0))
-        return jax.vjp(lambda part: losses(merge(part, params), batch, keys), params)[1]
+        return jax.vjp(lambda part: losses(part, batch, keys), params)[1]
 
     def nbytes(tree):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -17,14 +17,8 @@ from mirrordp import _validate
 from mirrordp._warn import warn
 from mirrordp.data import PublicData, require_public
 from mirrordp.privacy._convolutions import where_faster
-from mirrordp.privacy.clipping import (
-    check_trainable,
-    frozen_mask,
-    merge,
-    thawed_mask,
-    trainable_part,
-    with_key,
-)
+from mirrordp.privacy.clipping import with_key
+from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import Batch, LossFn, Params, PyTree
 from mirrordp.updates.averages import Average, ExponentialAverage, UniformAverage
 
@@ -32,7 +26,10 @@ PublicGrad = Callable[[Params, Batch, jax.Array], tuple[jax.Array, PyTree]]
 
 
 def public_grad(
-    loss_fn: LossFn, *, batch_size: int | None = None, trainable: PyTree | None = None
+    loss_fn: LossFn,
+    *,
+    batch_size: int | None = None,
+    trainable: PyTree | Trainable | None = None,
 ) -> PublicGrad:
     """A function `(params, arrays, key) -> (Ψ(θ), ∇Ψ(θ))`, on all public rows or a random batch.
 
@@ -41,12 +38,12 @@ def public_grad(
         batch_size: rows drawn (with replacement) for each call; None takes the full public set.
         trainable: as in `mirrordp.clipped_grad`.
     """
-    keyed_loss = with_key(where_faster(loss_fn))
+    keyed_loss, trained = with_key(where_faster(loss_fn)), Trainable.of(trainable)
     if batch_size is not None:
         _validate.positive_integer(public_batch_size=batch_size)
 
     def mean_loss(part: PyTree, params: Params, batch: Batch, keys: jax.Array) -> jax.Array:
-        losses = jax.vmap(keyed_loss, in_axes=(None, 0, 0))(merge(part, params), batch, keys)
+        losses = jax.vmap(keyed_loss, in_axes=(None, 0, 0))(trained.merge(part, params), batch, keys)
         return jnp.mean(losses)
 
     def value_and_grad(params: Params, arrays: Batch, key: jax.Array):
@@ -56,9 +53,7 @@ def public_grad(
             chosen = jax.random.randint(batch_key, (batch_size,), 0, rows)
             arrays, rows = jax.tree.map(lambda leaf: leaf[chosen], arrays), batch_size
         keys = jax.random.split(loss_key, rows)
-        return jax.value_and_grad(mean_loss)(
-            trainable_part(params, trainable), params, arrays, keys
-        )
+        return jax.value_and_grad(mean_loss)(trained.part(params), params, arrays, keys)
 
     return value_and_grad
 
@@ -97,11 +92,12 @@ class _Reached(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("loss_fn", "holdout_loss_fn", "optimizer", "average", "mask")
+    jax.jit, static_argnames=("loss_fn", "holdout_loss_fn", "optimizer", "average", "trainable")
 )
-def _epoch(loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, key, train, holdout):
+def _epoch(
+    loss_fn, holdout_loss_fn, optimizer, average, trainable, reached, rows, key, train, holdout
+):
     """One pass over `train` in the order of `rows`, and the loss on `holdout` after it."""
-    trainable = thawed_mask(mask)
     gradient = public_grad(loss_fn, trainable=trainable)
 
     def step(reached, inputs):
@@ -109,16 +105,16 @@ def _epoch(loss_fn, holdout_loss_fn, optimizer, average, mask, reached, rows, ke
         batch_rows, batch_key = inputs
         batch = jax.tree.map(lambda leaf: leaf[batch_rows], train)
         loss, grad = gradient(params, batch, batch_key)
-        part = trainable_part(params, trainable)
+        part = trainable.part(params)
         updates, opt_state = optimizer.update(grad, opt_state, part)
         part, num_steps = optax.apply_updates(part, updates), num_steps + 1
-        params = merge(part, params)
+        params = trainable.merge(part, params)
         if average is None:
             judged = params
         else:
             # Frozen leaves may be integers or random keys, which have no average.
-            kept = average.update(trainable_part(judged, trainable), part, num_steps)
-            judged = merge(kept, judged)
+            kept = average.update(trainable.part(judged), part, num_steps)
+            judged = trainable.merge(kept, judged)
         return _Reached(params, judged, opt_state, num_steps), loss
 
     keys = jax.random.split(key, rows.shape[0])
@@ -201,7 +197,8 @@ def warm_start(
     if average is not None:
         _validate.instance_of((UniformAverage, ExponentialAverage), average=average)
     params = jax.tree.map(jnp.asarray, params)
-    check_trainable(trainable_part(params, trainable))
+    chosen = Trainable.of(trainable)
+    chosen.check(params)
     optimizer = optimizer or _adam()
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
@@ -213,17 +210,16 @@ def warm_start(
     take = lambda rows: jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), public.arrays)  # noqa: E731
     judges, train = take(order[:num_holdout]), take(order[num_holdout:])
     num_train = len(public) - num_holdout
-    mask = frozen_mask(trainable, params)
 
     def epochs(train, num_train, rng, key):
         """The parameters and losses after each epoch, without end."""
-        opt_state = optimizer.init(trainable_part(params, trainable))
+        opt_state = optimizer.init(chosen.part(params))
         reached = _Reached(params, params, opt_state, jnp.zeros([], jnp.int32))
         size = num_train if batch_size is None else min(batch_size, num_train)
         for number in itertools.count():
             rows = rng.permutation(num_train)[: num_train // size * size].reshape(-1, size)
             reached, train_loss, holdout_loss = _epoch(
-                loss_fn, holdout_loss_fn or loss_fn, optimizer, average, mask, reached, rows,
+                loss_fn, holdout_loss_fn or loss_fn, optimizer, average, chosen, reached, rows,
                 jax.random.fold_in(key, number), train, judges,
             )  # fmt: skip
             yield reached.judged, float(train_loss), float(holdout_loss)

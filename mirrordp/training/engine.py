@@ -1,0 +1,711 @@
+"""The only training loop: it takes a `Step` and knows nothing of examples or users.
+
+    checks  →  randomness on disk  →  for each block of steps: draw, charge, compute, keep, yield
+
+Compiled code sees *passes*: rows of `step.pass_size` record numbers. A step's sum is complete after
+its last pass, and only then is the noise added, once. A draw above the capacity takes further
+passes of the same shape, so nothing is dropped and nothing is compiled twice.
+
+Several runs (`mirrordp.train_sweep`) are a leading axis of the same program.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import operator
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mirrordp import _validate
+from mirrordp.data import Overlap
+from mirrordp.privacy.clipping import example_key, example_of, with_key
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.noise import interruptible
+from mirrordp.privacy.sampling import PADDING
+from mirrordp.privacy.secure import SecureRandom
+from mirrordp.spending import fingerprint as _fingerprint
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Ledger
+from mirrordp.training import checkpoint as checkpoints
+from mirrordp.training.bookkeeping import Books, Kept, check_spend
+from mirrordp.training.checkpoint import Checkpoint
+from mirrordp.training.step import (
+    Private,
+    PrivateSum,
+    Public,
+    PublicGradient,
+    State,
+    Step,
+    StepInfo,
+    TrainInfo,
+    check_loss,
+    info_of_run,
+    record_keys,
+    requires_public_grad,
+    select,
+    shown_arrays,
+)
+from mirrordp.types import AlphaSchedule, Batch, LossFn, Params, PyTree
+from mirrordp.updates import schedules
+
+Alpha = float | Sequence[float] | AlphaSchedule
+
+# Enough to hide the host behind the device, few enough that idle passes do not cost much.
+_MAX_PASSES_PER_CALL = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a run is driven. No option changes what is computed, or what it costs.
+
+    Args:
+        steps_per_call: how many steps lie between two yields; by default what suits the step.
+        stream: keeps private records in host memory and sends them pass by pass, prepared while the
+            device computes; by default only if they do not fit on the device.
+        overlap: what happens to private records that are public too. Rows of another structure
+            (with `public_loss_fn`) are not compared; users are compared by name.
+    """
+
+    steps_per_call: int | None = None
+    stream: bool | None = None
+    overlap: Overlap = Overlap.DROP
+
+    def __post_init__(self):
+        _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=self.overlap)
+        if self.steps_per_call is not None:
+            _validate.positive_integer(steps_per_call=self.steps_per_call)
+
+
+class SweepRun(NamedTuple):
+    """What sets one run of a sweep apart.
+
+    Attributes:
+        alpha: α_t, as in `mirrordp.train`.
+        hyperparams: settings of the optimiser by name, for an optimiser that keeps them in its
+            state (`optax.inject_hyperparams`).
+        params: where this run begins, if not at the common start.
+        seed: as in `mirrordp.train`.
+    """
+
+    alpha: Alpha = 1.0
+    hyperparams: Mapping[str, float] = {}
+    params: Params | None = None
+    seed: int | None = None
+
+
+def train(
+    step: Step,
+    params: Params,
+    private: Private,
+    public: Public | None = None,
+    *,
+    alpha: Alpha = 1.0,
+    num_steps: int | None = None,
+    seed: int | None = None,
+    spend: Ledger | Budget | None = None,
+    checkpoint: Checkpoint | None = None,
+    state: State | None = None,
+    options: TrainOptions = TrainOptions(),  # noqa: B008
+) -> Iterator[tuple[Any, TrainInfo]]:
+    """Trains under the guarantee of `step.mechanism`; yields `(state, info)` every few steps.
+
+    With the default `alpha=1` this is DP-SGD (or DP-FedAvg): cold, or warm if `params` come from
+    `mirrordp.warm_start`. With `alpha` below one it is PDA-DPMD in the paper's first-order form;
+    the paper's federated schedule cos(πt/(iT)) is `schedules.cosine(decay_steps=i * T / 2)`.
+
+    Everything is checked, and a mistake raised, before the first private record is used. A block of
+    steps is charged to `spend` before it runs.
+
+    Args:
+        step: what is trained: a `TrainStep` for examples or a `FederatedStep` for users.
+        params: where to begin; must not come from private data.
+        private: the sensitive records, `PrivateData` or `PrivateClients` as the step needs them.
+        public: the public records; needed where α < 1. A `FederatedStep` takes `PublicClients` for
+            a pseudo-gradient by the same local training, or `PublicData` for the plain gradient.
+        alpha: α_t as a number, a list or a schedule (`mirrordp.schedules`), fixed beforehand.
+        num_steps: the number of steps; by default as many as the mechanism was made for. Steps with
+            α_t = 0 read no private data, are not charged, and do not count against the mechanism.
+        seed: makes the run reproducible and therefore not for release; by default all randomness
+            comes from the operating system.
+        spend: a `Ledger` to charge, which composes several runs, or a `Budget`, which refuses the
+            run before any record is used if all of it does not fit.
+        checkpoint: keeps what is needed to go on after a crash, in a folder of the run's own. A
+            resumed run first yields the state of its checkpoint once more, and ends exactly as the
+            run that was never interrupted.
+        state: instead of a checkpoint, goes on from the state that an earlier call with the same
+            arguments and seed yielded; what came before was charged there. The remaining steps draw
+            as they would have.
+        options: how the run is driven; see `TrainOptions`.
+
+    Returns:
+        An iterator of `(state, TrainInfo)`; the state is that of the step.
+    """
+    run = SweepRun(alpha=alpha, seed=seed)
+    blocks = start(
+        step, params, private, public, [run], num_steps=num_steps, spend=spend,
+        checkpoint=checkpoint, given=state, options=options,
+    )  # fmt: skip
+    return _only_run(blocks)
+
+
+def _only_run(
+    blocks: Iterator[tuple[Any, list[TrainInfo]]],
+) -> Iterator[tuple[Any, TrainInfo]]:
+    with contextlib.closing(blocks):  # pyright: ignore[reportArgumentType]
+        for state, (info,) in blocks:
+            yield state, info
+
+
+class Keys(NamedTuple):
+    """Independent randomness for the parts of a run, none of it shared with sampling."""
+
+    noise: jax.Array
+    loss: jax.Array
+    public: jax.Array
+
+
+def randomness(
+    seed: int | None, *, secure: bool = False
+) -> tuple[np.random.Generator | SecureRandom, Keys]:
+    """Returns a host generator for sampling and keys for everything else, all independent.
+
+    Without a seed the operating system provides the entropy, which is written down nowhere. Anyone
+    who knows the seed of a run can repeat it, noise included, so such a run is not for release. A
+    secure run has no seed, and its noise uses none of the keys.
+    """
+    if secure and seed is not None:
+        raise ValueError(
+            f"a run with SecureGaussianNoise draws everything from the operating system and cannot "
+            f"be repeated, got seed={seed!r}. Leave seed out, or use GaussianNoise()."
+        )
+    # NumPy would take a list too, and draw from [5] what it draws from 5.
+    entropy = secrets.randbits(128) if seed is None else operator.index(seed)
+    sampling, *rest = np.random.SeedSequence(entropy).spawn(4)
+    keys = [
+        jax.random.wrap_key_data(jnp.asarray(part.generate_state(2)), impl="threefry2x32")
+        for part in rest
+    ]
+    return SecureRandom() if secure else np.random.default_rng(sampling), Keys(*keys)
+
+
+class _Plan(NamedTuple):
+    """A checked request: everything that training needs except randomness."""
+
+    step: Step
+    params: Params
+    runs: Sequence[SweepRun]
+    alphas: np.ndarray  # [runs, steps]
+    private: Private
+    public: Public | None
+    needs_public_grad: bool
+    excluded: np.ndarray
+    steps_per_call: int
+    stream: bool
+    is_sweep: bool
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a pass may have no private records to compute."""
+        return self.step.branches or bool((self.alphas == 0).any())
+
+    @property
+    def passes_per_call(self) -> int:
+        """The passes of one compiled call, chosen so that few are idle in a block's last call."""
+        per_step = -(-self.step.mechanism.sampling.capacity // self.step.pass_size)
+        wanted = self.steps_per_call * per_step
+        calls = -(-wanted // _MAX_PASSES_PER_CALL)
+        return -(-wanted // calls)
+
+    def on_device(self) -> tuple[PyTree | None, jax.Array, PyTree | None]:
+        """Private records unless they are streamed, which of them are excluded, public records."""
+        private = None if self.stream else self.step.records(self.private)
+        public = None if self.public is None else self.step.records(self.public)
+        return jax.device_put((private, self.excluded, public))
+
+    def block(self, start: int) -> np.ndarray:
+        """α of the steps of one block."""
+        return self.alphas[:, start : start + self.steps_per_call]
+
+
+def start(
+    step: Step,
+    params: Params,
+    private: Private,
+    public: Public | None,
+    runs: Sequence[SweepRun],
+    *,
+    num_steps: int | None,
+    spend: Ledger | Budget | None,
+    checkpoint: Checkpoint | None,
+    options: TrainOptions,
+    given: State | None = None,
+    is_sweep: bool = False,
+) -> Iterator[tuple[Any, list[TrainInfo]]]:
+    """Checks a request, opens its books, and returns the blocks of its runs; see `train`.
+
+    All that does not need private records is checked first; then the books are opened, where a
+    budget may refuse; only then are private records compared with public ones.
+    """
+    _check_kinds(step, options)
+    check_spend(step.mechanism, spend, checkpoint)
+    mechanism = step.mechanism
+    total = mechanism.num_steps if num_steps is None else num_steps
+    _validate.positive_integer(num_steps=total)
+    alphas = np.stack([schedules.evaluate(schedules.as_schedule(run.alpha), total) for run in runs])
+    for row in alphas:
+        check_charged_steps(row, mechanism)
+    params = jax.tree.map(jnp.asarray, params)
+    step.check(params, private, public)
+    mechanism.check_num_examples(len(private))
+    needs_public_grad = requires_public_grad(step, params)
+    reads_public = needs_public_grad or bool((alphas < 1).any())
+    if reads_public and public is None:
+        reason = f"alpha goes down to {float(alphas.min()):g}"
+        if needs_public_grad:
+            reason = "the optimizer takes a public gradient"
+        raise ValueError(
+            f"{reason}, so public data is needed, got none. Pass public=..., or train on private "
+            "data alone: alpha=1, with an optimizer of private gradients."
+        )
+    if reads_public:
+        loss_fn = step.public_loss_fn or step.loss_fn
+        check_loss("public_loss_fn", loss_fn, params, public.arrays)  # pyright: ignore[reportOptionalMemberAccess]
+    first = _check_state(given, runs, checkpoint, alphas)
+    starts = [_starting_point(step, params, run) for run in runs]
+    step = step.fitted(params, private)
+    with contextlib.ExitStack() as stack:
+        books = Books.open(
+            mechanism,
+            private,
+            num_steps=[int(count) for count in (alphas > 0).sum(axis=1)],
+            seeds=[run.seed for run in runs],
+            spend=spend,
+            checkpoint=checkpoint,
+            first=first,
+        )
+        stack.callback(books.close)
+        plan = _Plan(
+            step=step,
+            params=params,
+            runs=runs,
+            alphas=alphas,
+            private=private,
+            public=public if reads_public else None,
+            needs_public_grad=needs_public_grad,
+            excluded=step.excluded(private, public, options.overlap),
+            steps_per_call=min(options.steps_per_call or step.steps_per_call, total),
+            stream=not fits_on_device(private) if options.stream is None else options.stream,
+            is_sweep=is_sweep,
+        )
+        entropies = books.verified(functools.partial(_configuration, plan, starts))
+        random = [randomness(entropy, secure=mechanism.is_secure) for entropy in entropies]
+        blocks = _generate(plan, starts, given, random, books)
+        stack.pop_all()  # from here on the generator closes the books
+    return blocks
+
+
+def _check_kinds(step: Any, options: Any) -> None:
+    if not hasattr(step, "private_sum"):
+        raise TypeError(
+            f"step must be a TrainStep or a FederatedStep, got {type(step).__name__}. Put the loss "
+            "into one: TrainStep(loss_fn, mechanism, optimizer)."
+        )
+    _validate.instance_of(TrainOptions, "Use TrainOptions(stream=...).", options=options)
+
+
+def _check_state(
+    given: State | None,
+    runs: Sequence[SweepRun],
+    checkpoint: Checkpoint | None,
+    alphas: np.ndarray,
+) -> int:
+    """Returns how many charged steps lie before the state that the run goes on from."""
+    if given is None:
+        return 0
+    if runs[0].seed is None:
+        raise ValueError(
+            "to go on from a state the run needs the seed it began with, got seed=None: other "
+            "draws would follow than the ones that the state belongs to."
+        )
+    if checkpoint is not None:
+        raise ValueError("a run goes on from a state or a checkpoint, got both. Leave one out.")
+    return int((alphas[0, : int(given.step)] > 0).sum())
+
+
+def check_charged_steps(alphas: np.ndarray, mechanism: Mechanism) -> None:
+    """Raises unless the mechanism was made for as many steps as read private data."""
+    charged = int((alphas > 0).sum())
+    if charged > mechanism.num_steps:
+        raise ValueError(
+            f"the mechanism was made for {mechanism.num_steps} steps, got a run of {charged} steps "
+            "that read private data. Make the mechanism for that many steps."
+        )
+    if mechanism.noise.num_bands > 1 and charged < len(alphas):
+        raise ValueError(
+            f"correlated noise needs every step to be a private one, got {len(alphas) - charged} "
+            "steps with alpha = 0. Keep alpha above 0, or use GaussianNoise()."
+        )
+
+
+class _Start(NamedTuple):
+    params: Params
+    opt_state: PyTree
+
+    def state(self, step: Step, key: jax.Array) -> State:
+        return step.init(self.params, key)._replace(opt_state=self.opt_state)
+
+
+def _starting_point(step: Step, params: Params, run: SweepRun) -> _Start:
+    if run.params is not None:
+        own = jax.tree.map(jnp.asarray, run.params)
+        if jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, params):
+            raise ValueError(
+                "the params of a run must have the structure and shapes of the common params, got "
+                f"{jax.tree.map(jnp.shape, own)}. Give every run the same network."
+            )
+        params = own
+    opt_state = step.optimizer.init(step.trainable.part(params))
+    if not run.hyperparams:
+        return _Start(params, opt_state)
+    try:
+        changed = optax.tree.set(opt_state, **dict(run.hyperparams))
+    except KeyError as error:
+        raise ValueError(
+            f"the optimiser keeps no setting of the names {sorted(run.hyperparams)} in its state. "
+            "Make it with optax.inject_hyperparams, e.g. "
+            "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)."
+        ) from error
+    like = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), changed, opt_state)
+    return _Start(params, like)
+
+
+# The compiled part.
+
+
+class _Passes(NamedTuple):
+    """Inputs of a compiled call: one row per pass, padded with idle passes to a fixed number.
+
+    Leaves have an axis for runs first, except `is_last`, which all runs share.
+    """
+
+    numbers: Any  # [passes, pass_size] of records, PADDING where there is none
+    batch: Any  # the records themselves where they are streamed, otherwise None
+    alpha: Any  # [passes], 0 in an idle pass
+    is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
+
+
+def _scan_passes(
+    step: Step,
+    may_skip: bool,
+    needs_public_grad: bool,
+    state: State,
+    partial_sum: PrivateSum,
+    inputs: _Passes,
+    private: PyTree | None,
+    excluded: jax.Array,
+    public: PyTree | None,
+    keys: Keys,
+) -> tuple[State, PrivateSum, StepInfo]:
+    """Scans over passes; carries the state and the sum of the step in progress.
+
+    What a pass must not touch is put back by selection unless the step asks for branches; only
+    where α = 0 occurs (`may_skip`) is there always a branch, around the private sum.
+    """
+    zero = step.zero_sum(state)
+
+    def add_pass(state, partial_sum, x):
+        is_padding = (x.numbers == PADDING) | excluded[jnp.maximum(x.numbers, 0)]
+        batch = x.batch if private is None else step.take(private, x.numbers)
+        # Keys are bound to a record, not to its place in the batch: others cannot change them.
+        step_key = jax.random.fold_in(keys.loss, state.step)
+        new = step.private_sum(state, batch, is_padding, record_keys(step_key, x.numbers))
+        return partial_sum.plus(new)
+
+    def public_side(state, alpha):
+        def compute():
+            found = step.public_grad(state, public, jax.random.fold_in(keys.public, state.step))
+            return found._replace(loss=found.loss.astype(jnp.float32))
+
+        if public is None:
+            return None
+        if needs_public_grad or not step.branches:
+            return compute()
+        # At α = 1 the public gradient has no weight, so it is not computed.
+        nothing = PublicGradient(step.trainable.zero_sum(state.params), jnp.full([], jnp.nan))
+        return jax.lax.cond(alpha < 1, compute, lambda: nothing)
+
+    def body(carry, x):
+        state, partial_sum = carry
+        if may_skip:
+            partial_sum = jax.lax.cond(
+                x.alpha > 0, lambda: add_pass(state, partial_sum, x), lambda: partial_sum
+            )
+        else:
+            partial_sum = add_pass(state, partial_sum, x)
+
+        def finish():
+            finished, info = step.finish(state, partial_sum, public_side(state, x.alpha), x.alpha)
+            return (finished, zero), info
+
+        if step.branches:
+            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), StepInfo.zero()))
+        finished, info = finish()
+        return select(x.is_last, finished, (state, partial_sum)), info
+
+    (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
+    return state, partial_sum, infos
+
+
+@functools.partial(jax.jit, static_argnames=("step", "may_skip", "needs_public_grad"))
+def _run_passes(
+    step, may_skip, needs_public_grad, state, partial_sum, inputs, private, excluded, public, keys
+):
+    """`_scan_passes` for every run; what a single run carries has no axis for runs."""
+    scan = functools.partial(_scan_passes, step, may_skip, needs_public_grad)
+    own = inputs._replace(is_last=None)
+    if inputs.alpha.shape[0] == 1:
+        # Mapping over an axis of length one would only cost.
+        only = jax.tree.map(lambda leaf: leaf[0], own)._replace(is_last=inputs.is_last)
+        return scan(state, partial_sum, only, private, excluded, public, keys)
+    # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
+    axes = (0, 0, jax.tree.map(lambda _: 0, own), None, None, None, 0)
+    return jax.vmap(scan, in_axes=axes)(state, partial_sum, inputs, private, excluded, public, keys)
+
+
+# The loop.
+
+
+def _generate(
+    plan: _Plan,
+    starts: Sequence[_Start],
+    given: State | None,
+    random: Sequence[tuple[np.random.Generator | SecureRandom, Keys]],
+    books: Books,
+) -> Iterator[tuple[Any, list[TrainInfo]]]:
+    step, total = plan.step, plan.alphas.shape[1]
+    with contextlib.closing(books):
+        batches = books.batches(len(plan.private), [rng for rng, _ in random])
+        keys = _stacked([keys for _, keys in random])
+        states = [
+            start.state(step, own.noise) for start, (_, own) in zip(starts, random, strict=True)
+        ]
+        zero = _stacked([step.zero_sum(states[0])] * len(states))
+        begin = 0
+        if given is None:
+            state, kept = books.begin(_stacked(states), batches)
+            if kept is not None:
+                begin = kept.step
+                yield _shown(plan, state), _infos(kept, books.seeds)
+        else:
+            # Another run from this state would have the same noise.
+            books.claim()
+            state, begin = given, int(given.step)
+            for _ in range(int((plan.alphas[0, :begin] > 0).sum())):
+                next(batches[0])
+        charged = (plan.alphas[:, :begin] > 0).sum(axis=1)
+        partial_sum = zero
+        arrays = plan.on_device()
+        for start, calls in _prepared_blocks(plan, batches, begin):
+            block = plan.block(start)
+            before, charged = charged, charged + (block > 0).sum(axis=1)
+            books.charge(before, charged)
+            infos = []
+            with interruptible():
+                for inputs in calls:
+                    state, partial_sum, info = _run_passes(
+                        step, plan.may_skip, plan.needs_public_grad, state, partial_sum, inputs,
+                        *arrays, keys,
+                    )  # fmt: skip
+                    infos.append(info)
+                info = _whole_steps(calls, infos)
+            shown = shown_arrays(info, unprivatized=step.show_unprivatized) | {"alpha": block}
+            kept = Kept(start + block.shape[1], tuple(int(count) for count in charged), shown)
+            books.keep(state, kept, start // plan.steps_per_call, is_last=kept.step == total)
+            yield _shown(plan, state), _infos(kept, books.seeds)
+        books.finish()
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    """Returns the trees of several runs as one with an axis for runs; of a single run, its own."""
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _shown(plan: _Plan, state: State) -> State:
+    if plan.is_sweep and len(plan.runs) == 1:
+        return jax.tree.map(lambda leaf: leaf[None], state)
+    return state
+
+
+def _infos(kept: Kept, seeds: Sequence[int | None]) -> list[TrainInfo]:
+    return [
+        info_of_run(
+            kept.shown,
+            run,
+            step=kept.step,
+            charged_steps=kept.charged_steps[run],
+            seeded=seed is not None,
+        )
+        for run, seed in enumerate(seeds)
+    ]
+
+
+def _prepared_blocks(
+    plan: _Plan, batches: Sequence[Iterator[np.ndarray]], begin: int
+) -> Iterator[tuple[int, list[_Passes]]]:
+    """Yields the first step of each block and its inputs, drawn while the device is still busy."""
+    starts = range(begin, plan.alphas.shape[1], plan.steps_per_call)
+    if not starts:
+        return
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
+        upcoming = executor.submit(_packed, plan, plan.block(starts[0]), batches)
+        for start, following in itertools.zip_longest(starts, starts[1:]):
+            prepared = upcoming.result()
+            if following is not None:
+                upcoming = executor.submit(_packed, plan, plan.block(following), batches)
+            yield start, prepared
+    finally:
+        # A run that was left unfinished may end with the interpreter, when no thread can be joined.
+        executor.shutdown(wait=not sys.is_finalizing())
+
+
+def _packed(
+    plan: _Plan, alphas: np.ndarray, batches: Sequence[Iterator[np.ndarray]]
+) -> list[_Passes]:
+    """Draws the batches of a block of steps and lays them out as calls of one fixed shape.
+
+    Several runs go in step: where one needs a further pass, the others pad. Where one call does not
+    have enough passes, another one is filled up with idle passes.
+
+    Args:
+        plan: what is to run.
+        alphas: α of the block's steps, one row per run.
+        batches: for each run, the draws to come.
+    """
+    step, size = plan.step, plan.step.pass_size
+    numbers, lengths = [], []
+    for weights in alphas.T:
+        # A step that reads no private data draws no batch either.
+        draws = [
+            step.passes(next(draw) if weight > 0 else np.zeros(0, "i4"), plan.private)
+            for weight, draw in zip(weights, batches, strict=True)
+        ]
+        rows = np.full((len(draws), max(map(len, draws)), size), PADDING, "i4")
+        for run, draw in enumerate(draws):
+            rows[run, : len(draw)] = draw
+        numbers.append(rows)
+        lengths.append(rows.shape[1])
+    is_last = np.zeros(sum(lengths), bool)
+    is_last[np.cumsum(lengths) - 1] = True
+    idle = -len(is_last) % plan.passes_per_call
+    is_last = np.pad(is_last, (0, idle))
+    alpha = np.pad(np.repeat(alphas, lengths, axis=1), ((0, 0), (0, idle)))
+    all_numbers = np.pad(
+        np.concatenate(numbers, axis=1), ((0, 0), (0, idle), (0, 0)), constant_values=PADDING
+    )
+    host = step.records(plan.private) if plan.stream else None
+    calls = []
+    for first in range(0, len(is_last), plan.passes_per_call):
+        part = slice(first, first + plan.passes_per_call)
+        rows = all_numbers[:, part]
+        batch = None if host is None else step.take(host, rows)
+        # `is_last` stays on the host: it also says which results are those of a whole step.
+        rows, batch, weights = jax.device_put((rows, batch, alpha[:, part]))
+        calls.append(_Passes(rows, batch, weights, is_last[part]))
+    return calls
+
+
+def _whole_steps(calls: Sequence[_Passes], infos: Sequence[StepInfo]) -> StepInfo:
+    """Returns what the last passes of the steps report, as arrays [runs, steps]."""
+
+    def of_steps(*leaves: Any) -> np.ndarray:
+        kept = [
+            np.atleast_2d(np.asarray(leaf))[:, call.is_last]
+            for call, leaf in zip(calls, leaves, strict=True)
+        ]
+        return np.concatenate(kept, axis=-1)
+
+    return jax.tree.map(of_steps, *infos)
+
+
+# What a checkpoint compares before it resumes a run.
+
+# More than one, so that a batching rule shows.
+_MAPPED = 2
+
+
+def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[str, str]:
+    """Returns everything that decides what the run computes, in words or as a fingerprint."""
+    step, params = plan.step, plan.params
+    part = step.trainable.part(params)
+    opt_state = step.optimizer.init(part)
+    gradients = {"public_grad": part} if plan.needs_public_grad else {}
+    programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
+    names = [f.name for f in dataclasses.fields(step) if f.name not in programs]  # pyright: ignore[reportArgumentType]
+    records = step.records(plan.private)
+    described = {
+        **checkpoints.fields("mechanism", step.mechanism),
+        "loss_fn": _described_loss("loss_fn", step, step.loss_fn, params, plan.private),
+        "optimizer": checkpoints.program(
+            "optimizer",
+            functools.partial(step.optimizer.update, **gradients),
+            part,
+            opt_state,
+            part,
+        ),
+        "starting parameters": _fingerprint.of_arrays(key, [tuple(start) for start in starts]),
+        **{name: str(getattr(step, name)) for name in names},
+        "alpha": checkpoints.outline(plan.alphas),
+        "steps_per_call": str(plan.steps_per_call),
+        "stream": str(plan.stream),
+        "form of the private data": str(jax.tree.structure(records)),
+        "private data": _fingerprint.of_arrays(key, (records, plan.excluded)),
+    }
+    if plan.public is not None:
+        loss_fn = step.public_loss_fn or step.loss_fn
+        public = step.records(plan.public)
+        described |= {
+            "form of the public data": str(jax.tree.structure(public)),
+            "public data": _fingerprint.of_arrays(key, public),
+            "public_loss_fn": _described_loss("public_loss_fn", step, loss_fn, params, plan.public),
+        }
+    return described
+
+
+def _described_loss(
+    name: str, step: Step, loss_fn: LossFn, params: Params, data: Private | Public
+) -> str:
+    """Returns the program of a loss and of its gradient, mapped over examples, as a hash."""
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((_MAPPED, *leaf.shape), leaf.dtype),
+        example_of(data.arrays),
+    )
+    keys = jax.random.split(example_key(), _MAPPED)
+
+    def mean_loss(part: PyTree, rest: Params, batch: Batch, keys: jax.Array) -> jax.Array:
+        mapped = jax.vmap(with_key(loss_fn), (None, 0, 0))
+        return jnp.mean(mapped(step.trainable.merge(part, rest), batch, keys))
+
+    def both(*args: Any) -> tuple[Any, jax.Array]:
+        # Custom rules replace a function where there is a gradient; elsewhere it runs itself.
+        return jax.value_and_grad(mean_loss)(*args), mean_loss(*args)
+
+    return checkpoints.program(name, both, step.trainable.part(params), params, batch, keys)
+
+
+def fits_on_device(private: Private) -> bool:
+    """Returns whether the records take at most half of the memory of the default device."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return limit is None or private.nbytes <= limit / 2
