@@ -39,7 +39,7 @@ from mirrordp import cli
 from mirrordp.linear import descent as linear
 from mirrordp.spending.ledger import FileLedger
 from mirrordp.tables import fitting as tabular
-from mirrordp.training import central as training, federated
+from mirrordp.training import engine
 from mirrordp.training.checkpoint import checkpoint_files
 from tests import tools
 
@@ -147,7 +147,7 @@ VARIANTS = {
 
 def train(folder: Path, variant: str) -> None:
     """Trains in a folder, going on with what is there, and leaves a digest of the result."""
-    real = training._run_passes
+    real = engine._run_passes
 
     def noted(train_step, may_skip, state, partial_sum, inputs, private, *rest):
         note(
@@ -160,12 +160,12 @@ def train(folder: Path, variant: str) -> None:
         )
         return real(train_step, may_skip, state, partial_sum, inputs, private, *rest)
 
-    training._run_passes = noted
+    engine._run_passes = noted
     options = VARIANTS[variant]
     checkpoint = mirrordp.Checkpoint(
         folder / "run", every=options.get("every", 1), resume=True, keep=True
     )
-    finish(folder, checkpoint, lambda: mirrordp.train(
+    finish(folder, checkpoint, lambda: tools.train(
         tools.squared_distance,
         jnp.array([0.5, -0.5, 0.25]),
         mirrordp.PrivateData(tools.features()),
@@ -182,7 +182,7 @@ def train(folder: Path, variant: str) -> None:
 
 def train_users(folder: Path) -> None:
     """The same for a federated run."""
-    real = federated._run_passes
+    real = engine._run_passes
 
     def noted(step, state, partial_sum, inputs, private, *rest, **widths):
         note(
@@ -191,14 +191,14 @@ def train_users(folder: Path) -> None:
             batch=digest(inputs.users),
             data=digest(private),
             sums=digest(state.params, partial_sum),
-            steps=int(state.round) + int(inputs.is_last.sum()),
+            steps=int(state.step) + int(inputs.is_last.sum()),
         )
         return real(step, state, partial_sum, inputs, private, *rest, **widths)
 
-    federated._run_passes = noted
+    engine._run_passes = noted
     rows = [tools.features(rows=1 + number % 4, seed=number) for number in range(tools.ROWS)]
     checkpoint = mirrordp.Checkpoint(folder / "run", resume=True, keep=True)
-    finish(folder, checkpoint, lambda: mirrordp.training.federated_train(
+    finish(folder, checkpoint, lambda: tools.federated_train(
         tools.squared_distance,
         jnp.array([0.5, -0.5, 0.25]),
         mirrordp.PrivateClients.from_users(rows, max_examples_per_user=4),
@@ -207,7 +207,7 @@ def train_users(folder: Path) -> None:
         client_learning_rate=0.1,
         alpha=0.5,
         adaptive_clip=mirrordp.training.AdaptiveClip(),
-        rounds_per_call=2,
+        steps_per_call=2,
         users_per_pass=8,
         seed=11,
         checkpoint=checkpoint,
@@ -219,7 +219,7 @@ def finish(folder: Path, checkpoint: mirrordp.Checkpoint, begin: Callable) -> No
     if (folder / "result").exists():
         return checkpoint.remove()
     for state, info in begin():
-        steps = info.step if isinstance(info, mirrordp.training.TrainInfo) else info.round
+        steps = info.step
         result = [digest(state), steps, [float(norm) for norm in info.noisy_grad_norm]]
     temporary = folder / "result.part"
     temporary.write_text(json.dumps(result))

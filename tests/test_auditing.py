@@ -16,7 +16,7 @@ import mirrordp
 from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli
 from mirrordp.auditing import Algorithm, Attack
 from mirrordp.privacy.sums import ExactSum
-from mirrordp.training import central as training, federated
+from mirrordp.training import central as training, engine, federated
 from tests import tools
 
 FEDERATED = Algorithm.FEDERATED
@@ -287,7 +287,7 @@ class TestNoise:
 
     def test_noise_of_two_runs_is_compared(self, monkeypatch):
         """Runs of different noise multipliers that begin with one key."""
-        right = training.randomness
+        right = engine.randomness
         monkeypatch.setattr(training, "randomness", lambda seed, **options: right(1, **options))
         (found,) = dp_sgd(made(), Attack.NOISE)
         assert "in 50 pairs of steps, such as 0 and 50" in found.problems[0]

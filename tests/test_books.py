@@ -17,10 +17,10 @@ from mirrordp import (
     SecureGaussianNoise,
 )
 from mirrordp.spending.budget import BudgetError
-from mirrordp.training import AdaptiveClip, federated, sweep as sweeps
+from mirrordp.training import AdaptiveClip, engine, federated, sweep as sweeps
 from mirrordp.training.bookkeeping import Books
 from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
-from mirrordp.training.sweep import SweepRun, train_sweep
+from mirrordp.training.sweep import SweepRun
 from tests import test_federated, tools
 from tests.test_federated import PUBLIC, clients
 from tests.test_training import bits
@@ -41,7 +41,7 @@ def rounds(private=USERS, **options):
         "optimizer": SERVER,
         "alpha": SCHEDULE,
         "average": mirrordp.UniformAverage(),
-        "rounds_per_call": 2,
+        "steps_per_call": 2,
     }
     return test_federated.run(private, **(defaults | options))
 
@@ -79,19 +79,19 @@ class TestUsersOnABudget:
             seen.append(FileLedger.read(budget.ledger.path).event)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(federated, "_run_passes", look)
+        monkeypatch.setattr(engine, "_run_passes", look)
         with pytest.raises(KeyboardInterrupt):
-            next(rounds(alpha=1.0, budget=budget))
+            next(rounds(alpha=1.0, spend=budget))
         assert seen == [NOISY.event_between(0, 2)]
 
     def test_runs_compose_until_one_is_refused_before_any_row_is_used(self, budget, monkeypatch):
-        last(rounds(budget=budget))
+        last(rounds(spend=budget))
         assert budget.ledger.event == NOISY.event_between(0, 5)
         assert (budget.status.runs, budget.status.charges) == (1, 3)
         monkeypatch.setattr(federated, "excluded_users", fail)
         monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
-            rounds(mechanism=test_federated.mechanism(noise_multiplier=0.3), budget=budget)
+            rounds(mechanism=test_federated.mechanism(noise_multiplier=0.3), spend=budget)
         assert budget.status.runs == 1
 
     def test_other_users_and_other_kinds_are_refused(self, budget):
@@ -101,40 +101,36 @@ class TestUsersOnABudget:
         lists[3] = lists[3] + 1
         with Budget.open(folder) as opened:
             with pytest.raises(BudgetError, match="no fresh budget"):
-                rounds(clients(lists), budget=opened)
+                rounds(clients(lists), spend=opened)
             # The same rows, dealt to the users in another way.
             moved = [*test_federated.LISTS]
             moved[0], moved[1] = moved[0][:2], np.concatenate([moved[0][2:], moved[1]])
             with pytest.raises(BudgetError, match="no fresh budget"):
-                rounds(clients(moved), budget=opened)
+                rounds(clients(moved), spend=opened)
             with pytest.raises(BudgetError, match="One budget has one of each"):
-                mirrordp.train(
+                tools.train(
                     tools.squared_distance, jnp.zeros(3), PrivateData(tools.features()),
-                    mechanism=tools.mechanism(), optimizer=tools.sgd(0.1), budget=opened,
+                    mechanism=tools.mechanism(), optimizer=tools.sgd(0.1), spend=opened,
                 )  # fmt: skip
             assert opened.status.charges == 0
-            last(rounds(budget=opened))
+            last(rounds(spend=opened))
         with pytest.raises(BudgetError, match="expected the users that the budget"):
             Budget.open(folder, data=PrivateData(tools.features()))
 
     def test_going_on_from_a_state_pays_for_the_rest(self, budget):
         half, _ = next(rounds())
-        last(rounds(state=half, budget=budget))
+        last(rounds(state=half, spend=budget))
         assert budget.ledger.event == NOISY.event_between(1, 5)
 
     def test_two_runs_from_one_state_share_their_noise(self, budget):
         half, _ = next(rounds())
-        last(rounds(state=half, budget=budget))
+        last(rounds(state=half, spend=budget))
         other = half._replace(client_learning_rate=2 * half.client_learning_rate)
         with pytest.raises(BudgetError, match="got seed 3 again"):
-            last(rounds(state=other, budget=budget))
+            last(rounds(state=other, spend=budget))
         with pytest.raises(BudgetError, match="got seed 3 again"):
-            last(rounds(budget=budget))
+            last(rounds(spend=budget))
         assert budget.status.runs == 1
-
-    def test_ledger_or_budget(self, budget):
-        with pytest.raises(ValueError, match="a ledger or a budget, got both"):
-            rounds(budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
 
 
 class TestUsersWithACheckpoint:
@@ -148,7 +144,7 @@ class TestUsersWithACheckpoint:
         assert [found.round for _, found in resumed] == [2, 4, 6][max(0, yields - 1) :]
         state, found = resumed[-1]
         assert bits(state) == bits(whole)
-        assert found.charged_rounds == 5
+        assert found.charged_steps == 5
         for name in ("alpha", "noisy_grad_norm", "public_loss", "clip_norm"):
             np.testing.assert_array_equal(getattr(found, name), getattr(info, name))
         assert bits(found.unprivatized) == bits(info.unprivatized)
@@ -169,7 +165,7 @@ class TestUsersWithACheckpoint:
         assert order == ["save", *["charge", "run", "save", "yield"] * 3]
 
     def test_charged_once_on_a_budget(self, tmp_path, budget, monkeypatch):
-        steps = rounds(budget=budget, checkpoint=Checkpoint(tmp_path / "run"))
+        steps = rounds(spend=budget, checkpoint=Checkpoint(tmp_path / "run"))
         next(steps)
 
         def interrupt(*_):
@@ -180,7 +176,7 @@ class TestUsersWithACheckpoint:
             next(steps)
         monkeypatch.undo()
         assert budget.ledger.event == NOISY.event_between(0, 3)
-        state, _ = last(rounds(budget=budget, checkpoint=Checkpoint(tmp_path / "run", resume=True)))
+        state, _ = last(rounds(spend=budget, checkpoint=Checkpoint(tmp_path / "run", resume=True)))
         assert bits(state) == bits(last(rounds())[0])
         assert budget.ledger.event == NOISY.event_between(0, 5)
         assert budget.status.runs == 1
@@ -221,7 +217,7 @@ class TestUsersWithACheckpoint:
         with pytest.raises(ValueError, match="secure noise cannot be repeated"):
             rounds(mechanism=secure, seed=None, checkpoint=Checkpoint(tmp_path / "run"))
         with pytest.raises(ValueError, match="survives a crash"):
-            rounds(ledger=Ledger(Adjacency.ZERO_OUT), checkpoint=Checkpoint(tmp_path / "run"))
+            rounds(spend=Ledger(Adjacency.ZERO_OUT), checkpoint=Checkpoint(tmp_path / "run"))
         assert not (tmp_path / "run").exists()
 
 
@@ -232,7 +228,7 @@ RATED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 def sweep(runs, **options):
     defaults = {"mechanism": tools.mechanism(), "optimizer": RATED, "steps_per_call": 5}
     public = mirrordp.PublicData(tools.features(rows=10, seed=1))
-    return train_sweep(
+    return tools.train_sweep(
         tools.squared_distance, jnp.zeros(3), ROWS, public, runs=runs, **(defaults | options)
     )
 
@@ -278,15 +274,13 @@ class TestSweeps:
             SweepRun(seed=3, alpha=0.5),
         ]
         with pytest.raises(KeyboardInterrupt):
-            next(sweep(runs, budget=budget))
+            next(sweep(runs, spend=budget))
         # The second run reads nothing in the first block.
         assert [(record["start"], record["stop"]) for record in seen[0]] == [(0, 5), (0, 5)]
         assert len({record["run"] for record in seen[0]}) == 2
 
     def test_all_runs_are_charged_to_the_end(self, budget):
-        last(
-            sweep([SweepRun(seed=1), SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7)], budget=budget)
-        )
+        last(sweep([SweepRun(seed=1), SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7)], spend=budget))
         one = tools.mechanism()
         assert budget.ledger.event == dp_accounting.SelfComposedDpEvent(one.event.event, 12 + 7)
         assert budget.status.runs == 2
@@ -301,19 +295,17 @@ class TestSweeps:
         monkeypatch.setattr("mirrordp.spending.fingerprint.of_arrays", fail)
         with pytest.raises(BudgetError, match="within the budget"):
             sweep([SweepRun(seed=seed) for seed in range(fitting + 1)], mechanism=mechanism,
-                  budget=budget)  # fmt: skip
+                  spend=budget)  # fmt: skip
         assert budget.status.charges == 0
         monkeypatch.undo()
-        last(sweep([SweepRun(seed=s) for s in range(fitting)], mechanism=mechanism, budget=budget))
+        last(sweep([SweepRun(seed=s) for s in range(fitting)], mechanism=mechanism, spend=budget))
         assert budget.status.runs == fitting
         with pytest.raises(BudgetError, match="within the budget"):
-            sweep([SweepRun()], mechanism=mechanism, budget=budget)
+            sweep([SweepRun()], mechanism=mechanism, spend=budget)
 
     def test_refused(self, budget):
-        with pytest.raises(ValueError, match="a ledger or a budget, got both"):
-            sweep([SweepRun()], budget=budget, ledger=Ledger(Adjacency.ZERO_OUT))
         with pytest.raises(BudgetError, match="One budget has one of each"):
-            sweep([SweepRun()], budget=budget, mechanism=tools.mechanism(unit="user"))
+            sweep([SweepRun()], spend=budget, mechanism=tools.mechanism(unit="user"))
         with pytest.raises(ValueError, match="do not share their noise, got seed 3 twice"):
-            sweep([SweepRun(seed=3), SweepRun(seed=4), SweepRun(seed=3)], budget=budget)
+            sweep([SweepRun(seed=3), SweepRun(seed=4), SweepRun(seed=3)], spend=budget)
         assert budget.status.charges == 0

@@ -68,7 +68,7 @@ def train(budget, private=ROWS, **options):
         "mechanism": mechanism(), "optimizer": sgd(0.1), "seed": next(SEEDS), "steps_per_call": 5
     }  # fmt: skip
     theta = np.zeros(tools.FEATURES, np.float32)
-    return mirrordp.train(
+    return tools.train(
         tools.squared_distance, theta, private, budget=budget, **(defaults | options)
     )
 
@@ -343,7 +343,7 @@ class TestRuns:
             seen.append(FileLedger.read(budget.ledger.path).event)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("mirrordp.training.central._run_passes", look)
+        monkeypatch.setattr("mirrordp.training.engine._run_passes", look)
         with pytest.raises(KeyboardInterrupt):
             next(train(budget))
         assert seen == [mechanism().event_between(0, 5)]
@@ -546,7 +546,7 @@ class TestSeeds:
         with Budget.open(folder, data=ROWS) as budget:
             length = budget.ledger.position
             with pytest.raises(BudgetError, match="got seed 7 again"):
-                mirrordp.train_sweep(
+                tools.train_sweep(
                     tools.squared_distance,
                     np.zeros(tools.FEATURES, np.float32),
                     ROWS,
@@ -558,7 +558,7 @@ class TestSeeds:
             assert budget.ledger.position == length
 
     def test_one_that_a_sweep_had(self, budget):
-        mirrordp.train_sweep(
+        tools.train_sweep(
             tools.squared_distance, np.zeros(tools.FEATURES, np.float32), ROWS,
             mechanism=mechanism(), optimizer=sgd(0.1), runs=[SweepRun(seed=3)], budget=budget,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from mirrordp.privacy import accounting
 from mirrordp.spending.budget import BudgetError
 from mirrordp.spending.files import LockedError
 from mirrordp.spending.ledger import LedgerError, Position
-from mirrordp.training import central as training
+from mirrordp.training import central as training, engine
 from mirrordp.training.bookkeeping import Books
 from mirrordp.training.checkpoint import (
     CheckpointError,
@@ -57,7 +57,7 @@ def run(folder=None, *, private=PRIVATE, public=PUBLIC, loss=tools.squared_dista
         "steps_per_call": 3,
         "checkpoint": None if folder is None else Checkpoint(folder, **checkpoint),
     }
-    return mirrordp.train(loss, options.pop("params", THETA), private, public,
+    return tools.train(loss, options.pop("params", THETA), private, public,
                           **(defaults | options))  # fmt: skip
 
 
@@ -171,7 +171,7 @@ class TestResume:
 
         monkeypatch.setattr(Books, "_save", record("save", Books._save))
         monkeypatch.setattr(FileLedger, "charge", record("charge", FileLedger.charge))
-        monkeypatch.setattr(training, "_run_passes", record("run", training._run_passes))
+        monkeypatch.setattr(engine, "_run_passes", record("run", engine._run_passes))
         for _ in run(folder):
             order.append("yield")
         assert order == ["save", *["charge", "run", "save", "yield"] * 4]
@@ -189,27 +189,27 @@ class TestResume:
 
     def test_with_a_ledger_file_of_ones_own(self, tmp_path):
         with FileLedger.create(tmp_path / "ledger.jsonl", MECHANISM.adjacency) as ledger:
-            interrupted(tmp_path / "run", 2, ledger=ledger)
-            last(run(tmp_path / "run", resume=True, ledger=ledger))
+            interrupted(tmp_path / "run", 2, spend=ledger)
+            last(run(tmp_path / "run", resume=True, spend=ledger))
             assert ledger.event == MECHANISM.event
         assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
     def test_a_ledger_in_memory_would_not_survive(self, tmp_path):
         with pytest.raises(ValueError, match="survives a crash"):
-            run(tmp_path / "run", ledger=Ledger(MECHANISM.adjacency))
+            run(tmp_path / "run", spend=Ledger(MECHANISM.adjacency))
 
     def test_a_budget_pays_once_and_is_asked_again(self, tmp_path):
         options = {"epsilon": 3.0, "delta": 1e-6, "data": PRIVATE}
         with Budget.create(tmp_path / "budget", **options) as budget:
-            interrupted(tmp_path / "run", 2, budget=budget)
+            interrupted(tmp_path / "run", 2, spend=budget)
             assert budget.ledger.event == MECHANISM.event_between(0, 6)
-            last(run(tmp_path / "run", resume=True, budget=budget))
+            last(run(tmp_path / "run", resume=True, spend=budget))
             assert budget.ledger.event == MECHANISM.event
             # Another run took what the unfinished one would need.
-            interrupted(tmp_path / "other", 1, budget=budget, seed=None)
+            interrupted(tmp_path / "other", 1, spend=budget, seed=None)
             budget.charge(accounting.full_batch_event(1.01 * budget.least_noise, num_steps=1))
             with pytest.raises(BudgetError, match="within the budget"):
-                run(tmp_path / "other", resume=True, budget=budget, seed=None)
+                run(tmp_path / "other", resume=True, spend=budget, seed=None)
 
 
 def dp_accounting_repeated(event, count):
@@ -276,7 +276,7 @@ class TestRefused:
 
     def test_batches_that_come_out_another_way(self, tmp_path, monkeypatch):
         interrupted(tmp_path / "run", 1)
-        right = training.randomness
+        right = engine.randomness
 
         def other_batches(*args, **options):
             return np.random.default_rng(99), right(*args, **options)[1]
@@ -334,12 +334,12 @@ class TestRefused:
 
     def test_a_ledger_with_a_cut_tail_or_another_one(self, tmp_path):
         with FileLedger.create(tmp_path / "a.jsonl", MECHANISM.adjacency) as ledger:
-            interrupted(tmp_path / "run", 2, ledger=ledger)
+            interrupted(tmp_path / "run", 2, spend=ledger)
         with (
             FileLedger.create(tmp_path / "b.jsonl", MECHANISM.adjacency) as other,
             pytest.raises(LedgerError, match="old copy"),
         ):
-            run(tmp_path / "run", resume=True, ledger=other)
+            run(tmp_path / "run", resume=True, spend=other)
 
     def test_two_at_once(self, tmp_path):
         steps = run(tmp_path / "run")
@@ -425,7 +425,7 @@ class TestDamage:
     ):
         steps = run(tmp_path / "run")
         next(steps)
-        monkeypatch.setattr(training, "_run_passes", pytest.fail)
+        monkeypatch.setattr(engine, "_run_passes", pytest.fail)
         monkeypatch.setattr(os, "write", functools.partial(raise_full, os.write))
         with pytest.raises(LedgerError, match="No space left"):
             next(steps)

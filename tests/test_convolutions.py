@@ -8,13 +8,14 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from mirrordp import PrivateData, train
+from mirrordp import PrivateData
 from mirrordp.privacy._convolutions import as_products
 from mirrordp.privacy.clipping import takes_key
 from mirrordp.training.central import TrainStep
 from mirrordp.training.federated import local_update
-from mirrordp.training.sweep import SweepRun, run_state, train_sweep
+from mirrordp.training.sweep import SweepRun, run_state
 from mirrordp.updates.public import public_grad
+from tests import tools
 from tests.tools import last, mechanism
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -158,10 +159,10 @@ def test_networks_side_by_side_are_the_networks_one_by_one(monkeypatch):
     rows = np.random.default_rng(1).normal(size=(40, *example.shape)).astype(np.float32)
     common = {"mechanism": mechanism(), "optimizer": optax.sgd(0.01)}
     runs = [SweepRun(seed=1), SweepRun(seed=2, params=2 * params)]
-    states, _ = last(train_sweep(loss, params, PrivateData(rows), runs=runs, **common))
+    states, _ = last(tools.train_sweep(loss, params, PrivateData(rows), runs=runs, **common))
     monkeypatch.setattr("mirrordp.training.central.where_faster", lambda loss_fn: loss_fn)
     for number, begin in enumerate((params, 2 * params)):
-        state, _ = last(train(loss, begin, PrivateData(rows), seed=number + 1, **common))
+        state, _ = last(tools.train(loss, begin, PrivateData(rows), seed=number + 1, **common))
         np.testing.assert_allclose(
             run_state(states, number).params, state.params, rtol=1e-4, atol=1e-5
         )

@@ -17,7 +17,7 @@ import pytest
 import mirrordp
 from mirrordp import Adjacency, Mechanism, PoissonSampling, PrivateClients, PublicClients
 from mirrordp.privacy import Accountant, accounting
-from mirrordp.training import AdaptiveClip, federated, federated_train
+from mirrordp.training import AdaptiveClip, engine, federated
 from mirrordp.updates import schedules
 from tests import tools
 
@@ -61,12 +61,12 @@ def run(private=None, public=None, *, loss=tools.squared_distance, start=None, *
         "client_batch_size": BATCH,
         "optimizer": tools.recorder(ROUNDS),
         "seed": 3,
-        "rounds_per_call": 3,
+        "steps_per_call": 3,
         "users_per_pass": 4,
         # Shapes then depend on the number of users alone, and all data sets share one compilation.
         "stream": True,
     }
-    return federated_train(
+    return tools.federated_train(
         loss,
         jnp.ones(3) if start is None else start,
         clients() if private is None else private,
@@ -350,7 +350,7 @@ class TestRound:
     def test_dp_fedavg_is_the_reference_formula(self):
         """θ ← θ − η_s (Σ clip(Δ_k, C) + noise) / (q n), with the draws of the sampler."""
         made = sums()
-        rng, keys = mirrordp.training.central.randomness(3)
+        rng, keys = mirrordp.training.engine.randomness(3)
         cohorts = list(mechanism().batches(USERS, rng))
         for number, cohort in enumerate(cohorts):
             expected = np.zeros(3)
@@ -368,7 +368,7 @@ class TestRound:
             "mechanism": mechanism(noise_multiplier=1.0),
             "client_learning_rate": 0.3,
             "alpha": [1.0, 0.7, 0.0, 0.5],
-            "num_rounds": 4,
+            "num_steps": 4,
             "seed": 8,
         }
         slow = by_hand(
@@ -379,11 +379,11 @@ class TestRound:
             run(public=PUBLIC, local_epochs=2, optimizer=federated.server_sgd(0.5), **options)
         )
         np.testing.assert_allclose(state.params, slow, rtol=1e-4, atol=1e-4)
-        assert info.charged_rounds == 3
+        assert info.charged_steps == 3
 
     @pytest.mark.parametrize(
         "options",
-        [{"users_per_pass": 1}, {"users_per_pass": 16}, {"rounds_per_call": 1}, {"stream": False}],
+        [{"users_per_pass": 1}, {"users_per_pass": 16}, {"steps_per_call": 1}, {"stream": False}],
         ids=str,
     )
     def test_the_layout_changes_nothing(self, options):
@@ -393,13 +393,13 @@ class TestRound:
         """Whoever is drawn, and however many rows they own."""
         iterator = run()
         next(iterator)
-        compiled = federated._run_passes._cache_size()
+        compiled = engine._run_passes._cache_size()
         tools.last(iterator)
         tools.last(run(clients([rows(number % 7, number) for number in range(USERS)]), seed=9))
-        assert federated._run_passes._cache_size() == compiled
+        assert engine._run_passes._cache_size() == compiled
         # Another mechanism is another program: the count would show it.
         tools.last(run(mechanism=mechanism(l2_clip_norm=0.7)))
-        assert federated._run_passes._cache_size() == compiled + 1
+        assert engine._run_passes._cache_size() == compiled + 1
 
     def test_a_run_goes_on_where_it_stopped(self):
         options = {
@@ -409,11 +409,11 @@ class TestRound:
         }
         parts = list(run(**options))
         (half, info), (whole, whole_info) = parts
-        assert (info.round, info.charged_rounds) == (3, 2)
+        assert (info.step, info.charged_steps) == (3, 2)
         ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
-        again, again_info = tools.last(run(**options, state=half, ledger=ledger))
+        again, again_info = tools.last(run(**options, state=half, spend=ledger))
         np.testing.assert_array_equal(again.opt_state[1], whole.opt_state[1])
-        assert again_info.charged_rounds == whole_info.charged_rounds == 5
+        assert again_info.charged_steps == whole_info.charged_steps == 5
         assert ledger.event.count == 3
         with pytest.raises(ValueError, match="the seed it began with"):
             run(**options, state=half, **{"seed": None})
@@ -438,15 +438,15 @@ class TestRound:
         )
         np.testing.assert_array_equal(default, stated)
         assert np.abs(default - without).max() > 0.05
-        first, _ = tools.last(run(optimizer=None, num_rounds=1))
+        first, _ = tools.last(run(optimizer=None, num_steps=1))
         np.testing.assert_allclose(first.params, 1 - sums()[0] / 5, atol=1e-5)
 
     def test_public_users_and_public_rows(self):
         """At α = 0 the update is the public side alone; a plain table gives ∇Ψ."""
-        state, info = tools.last(run(public=PUBLIC, alpha=0.0, num_rounds=1))
-        assert info.charged_rounds == 0
+        state, info = tools.last(run(public=PUBLIC, alpha=0.0, num_steps=1))
+        assert info.charged_steps == 0
         assert 0 < np.linalg.norm(state.opt_state[1][0]) <= CLIP
-        state, _ = tools.last(run(public=PUBLIC.examples, alpha=0.0, num_rounds=1))
+        state, _ = tools.last(run(public=PUBLIC.examples, alpha=0.0, num_steps=1))
         np.testing.assert_allclose(state.opt_state[1][0], 1 - PUBLIC.arrays.mean(axis=0), atol=1e-6)
 
     def test_public_users_weigh_alike_however_they_are_laid_out(self):
@@ -558,7 +558,7 @@ class TestNeighbours:
         return sums(clients([rows, *LISTS[1:]]), seed=7)
 
     def distances(self):
-        cohorts = mechanism().batches(USERS, mirrordp.training.central.randomness(7)[0])
+        cohorts = mechanism().batches(USERS, mirrordp.training.engine.randomness(7)[0])
         assert 0 < sum(0 in cohort for cohort in cohorts) < ROUNDS
         base = self.sums_with(np.zeros((0, 3), np.float32))
         changed = [self.sums_with(extreme) for extreme in EXTREME]
@@ -575,7 +575,7 @@ class TestNeighbours:
             return federated.ClippedDelta(delta, jnp.zeros([]), jnp.ones([], bool))
 
         monkeypatch.setattr(federated, "clip_delta", no_clip)
-        monkeypatch.setattr(federated, "_run_passes", uncached(federated._run_passes))
+        monkeypatch.setattr(engine, "_run_passes", uncached(engine._run_passes))
         base, changed = self.sums_with(EXTREME[-1]), self.sums_with(EXTREME[0])
         assert np.linalg.norm(changed - base, axis=1).max() > 100 * CLIP
 
@@ -593,7 +593,7 @@ class TestNeighbours:
             return total, federated.Unprivatized(*jnp.zeros([3]))
 
         monkeypatch.setattr(federated.FederatedStep, "private_sum", late)
-        monkeypatch.setattr(federated, "_run_passes", uncached(federated._run_passes))
+        monkeypatch.setattr(engine, "_run_passes", uncached(engine._run_passes))
         distances = self.distances()
         assert max(distances) > 1.5 * CLIP
 
@@ -666,7 +666,7 @@ class TestEdges:
         assert (sums(mechanism=mechanism(sampling=replay)) == 0).all()
         ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
         noisy = mechanism(sampling=replay, noise_multiplier=1.0)
-        made = sums(mechanism=noisy, ledger=ledger)
+        made = sums(mechanism=noisy, spend=ledger)
         assert (np.abs(made) > 0).all()
         assert ledger.event.count == ROUNDS
 
@@ -727,7 +727,7 @@ class TestEdges:
         ledgers = []
         for lists in (LISTS, [EXTREME[3]] * USERS):
             ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
-            tools.last(run(clients(lists), mechanism=noisy, ledger=ledger))
+            tools.last(run(clients(lists), mechanism=noisy, spend=ledger))
             ledgers.append(ledger.event)
         assert ledgers[0] == ledgers[1] == noisy.event
 
@@ -740,7 +740,7 @@ class TestEdges:
                 super().charge(event, block=block)
 
         watching = Watching(Adjacency.ZERO_OUT)
-        iterator = run(mechanism=mechanism(noise_multiplier=1.0), ledger=watching)
+        iterator = run(mechanism=mechanism(noise_multiplier=1.0), spend=watching)
         assert events == []
         next(iterator)
         assert events == [3]
@@ -752,7 +752,7 @@ class TestEdges:
             ({"alpha": 0.5}, ValueError, "public data is needed"),
             ({"client_learning_rate": 0.0}, ValueError, "client_learning_rate must be"),
             ({"users_per_pass": 0}, ValueError, "users_per_pass must be"),
-            ({"num_rounds": 7}, ValueError, "made for 6 steps"),
+            ({"num_steps": 7}, ValueError, "made for 6 steps"),
             ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, ValueError, "one adjacency"),
             ({"loss": lambda p, x: p - x}, ValueError, "one scalar"),
         ],
@@ -774,7 +774,7 @@ class TestOptions:
         _, info = tools.last(
             run(
                 clients(lists), mechanism=made, optimizer=tools.recorder(rounds),
-                rounds_per_call=rounds, users_per_pass=USERS,
+                steps_per_call=rounds, users_per_pass=USERS,
                 adaptive_clip=AdaptiveClip(quantile=0.75, budget_share=0.2),
             )
         )  # fmt: skip
@@ -789,7 +789,7 @@ class TestOptions:
         state, info = tools.last(
             run(
                 loss=loss, start=start, mechanism=mechanism(noise_multiplier=sigma),
-                adaptive_clip=AdaptiveClip(budget_share=share), rounds_per_call=ROUNDS,
+                adaptive_clip=AdaptiveClip(budget_share=share), steps_per_call=ROUNDS,
             )
         )  # fmt: skip
         count_noise = sigma / (2 * np.sqrt(share))
@@ -805,7 +805,7 @@ class TestOptions:
         made = mechanism(sampling=replay, noise_multiplier=sigma, num_steps=rounds)
         _, info = tools.last(
             run(
-                mechanism=made, optimizer=tools.recorder(rounds), rounds_per_call=rounds,
+                mechanism=made, optimizer=tools.recorder(rounds), steps_per_call=rounds,
                 adaptive_clip=AdaptiveClip(budget_share=share, learning_rate=eta),
             )
         )  # fmt: skip
@@ -848,7 +848,7 @@ class TestOptions:
 
     def test_clip_norm_and_client_rate_belong_to_the_state(self):
         """A run at other numbers is the run of a mechanism made for them, noise included."""
-        _, keys = mirrordp.training.central.randomness(3)
+        _, keys = mirrordp.training.engine.randomness(3)
         unit = mechanism(noise_multiplier=1.0, l2_clip_norm=1.0)
         step = federated.FederatedStep(
             loss_fn=tools.squared_distance,

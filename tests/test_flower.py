@@ -75,7 +75,7 @@ def strategy(*, step=None, params=PARAMS, mech=None, **options):
             | (step or {})
         )
     )
-    defaults = {"delta": DELTA, "users": NODES, "seed": 1, "round_timeout": 5.0}
+    defaults = {"delta": DELTA, "users": NODES, "seed": 1, "reply_timeout": 5.0}
     return flower.PrivateStrategy(step, params, **(defaults | options))
 
 
@@ -315,7 +315,7 @@ def test_secure_noise():
 def test_a_crash_leaves_what_was_sent_charged(tmp_path):
     noisy = mechanism(noise_multiplier=2.0)
     with mirrordp.FileLedger.create(tmp_path / "ledger", noisy.adjacency) as ledger:
-        ask(strategy(mech=noisy, ledger=ledger))
+        ask(strategy(mech=noisy, spend=ledger))
     found = mirrordp.FileLedger.read(tmp_path / "ledger").epsilon(DELTA)
     assert found.epsilon == noisy.epsilon(DELTA, num_steps=1)
 
@@ -337,7 +337,7 @@ class TestBudget:
     def test_a_round_is_charged_before_anything_is_sent(self, enrolled):
         _, budget = enrolled
         noisy = mechanism(noise_multiplier=5.0)
-        server = strategy(mech=noisy, budget=budget)
+        server = strategy(mech=noisy, spend=budget)
         on_disk = []
 
         def broken(message):
@@ -352,24 +352,24 @@ class TestBudget:
     def test_a_run_that_does_not_fit_is_refused_before_anybody_is_asked(self, enrolled):
         _, budget = enrolled
         costly = mechanism(noise_multiplier=2.5)
-        late = strategy(mech=costly, round_timeout=0.01, budget=budget, seed=2)
+        late = strategy(mech=costly, reply_timeout=0.01, spend=budget, seed=2)
         grid = FakeGrid()
-        strategy(mech=costly, round_timeout=0.01, budget=budget).run(grid)
+        strategy(mech=costly, reply_timeout=0.01, spend=budget).run(grid)
         sent, position = len(grid.sent), budget.ledger.position
         # One round would fit, all of them do not.
         budget.admit(costly, num_steps=1)
         with pytest.raises(BudgetError, match="within the budget"):
-            strategy(mech=costly, round_timeout=0.01, budget=budget, seed=3)
+            strategy(mech=costly, reply_timeout=0.01, spend=budget, seed=3)
         with pytest.raises(BudgetError, match="within the budget"):
             late.run(grid)
         assert (len(grid.sent), budget.ledger.position) == (sent, position)
-        strategy(mech=costly, round_timeout=0.01, budget=budget, seed=3, num_rounds=1).run(grid)
+        strategy(mech=costly, reply_timeout=0.01, spend=budget, seed=3, num_steps=1).run(grid)
 
     def test_report_states_the_run_and_the_budget(self, enrolled):
         _, budget = enrolled
         noisy = mechanism(noise_multiplier=5.0)
         for seed in (1, 2):
-            server = strategy(mech=noisy, round_timeout=0.01, budget=budget, seed=seed)
+            server = strategy(mech=noisy, reply_timeout=0.01, spend=budget, seed=seed)
             server.run(FakeGrid())
             report = server.report()
             assert report.epsilon == server.spent().epsilon == noisy.epsilon(DELTA)
@@ -387,7 +387,7 @@ class TestBudget:
         used = []
         for seen in (False, True):
             before = budget.status.used
-            server = strategy(mech=rare, budget=budget, seed=int(seen), participation_is_seen=seen)
+            server = strategy(mech=rare, spend=budget, seed=int(seen), participation_is_seen=seen)
             one_round(honest, server)
             used.append(budget.status.used - before)
         assert used[1] > 2 * used[0]
@@ -395,29 +395,27 @@ class TestBudget:
     def test_one_seed_for_one_run(self, enrolled):
         _, budget = enrolled
         noisy = mechanism(noise_multiplier=9.0)
-        first, second = (strategy(mech=noisy, budget=budget) for _ in range(2))
+        first, second = (strategy(mech=noisy, spend=budget) for _ in range(2))
         one_round(honest, first)
         with pytest.raises(BudgetError, match="seed 1 again"):
             ask(second)
         with pytest.raises(BudgetError, match="seed 1 again"):
-            strategy(mech=noisy, budget=budget)
+            strategy(mech=noisy, spend=budget)
         # A strategy that is in the middle of its run goes on.
         one_round(honest, first, 2)
 
     def test_other_users_and_other_kinds_are_refused(self, enrolled):
         path, budget = enrolled
         noisy = mechanism(noise_multiplier=5.0)
-        with pytest.raises(ValueError, match="ledger or a budget"):
-            strategy(mech=noisy, budget=budget, ledger=mirrordp.Ledger(noisy.adjacency))
         replace = mechanism(noise_multiplier=5.0, adjacency=Adjacency.REPLACE)
         with pytest.raises(BudgetError, match="zero-out adjacency"):
-            strategy(mech=replace, budget=budget)
+            strategy(mech=replace, spend=budget)
         budget.close()
         with (
             mirrordp.Budget.open(budget.folder) as unknown,
             pytest.raises(BudgetError, match="opened with the data"),
         ):
-            strategy(mech=noisy, budget=unknown)
+            strategy(mech=noisy, spend=unknown)
         path.write_text("somebody else\n")
         with pytest.raises(BudgetError, match="differs from it"):
             mirrordp.Budget.open(budget.folder, data=path)
@@ -431,7 +429,7 @@ def test_a_round_with_nobody_in_it():
     server = strategy(mech=rare)
     assert ask(server) == []
     server.aggregate_train(1, [])
-    assert server.charged_rounds == 1
+    assert server.charged_steps == 1
     assert np.abs(wide(server.params)).min() > 0
 
 
@@ -445,7 +443,7 @@ def test_cohorts_are_those_of_the_mechanism():
         messages = ask(server, number)
         found.append([m.metadata.dst_node_id - NODES[0] for m in messages])
         server.aggregate_train(number, [])
-    rng, _ = mirrordp.training.central.randomness(1)
+    rng, _ = mirrordp.training.engine.randomness(1)
     assert found == [draw.tolist() for draw in poisson.batches(USERS, rng)]
     assert len({len(cohort) for cohort in found}) > 2
 
@@ -458,7 +456,7 @@ def test_the_log_never_states_less_than_was_spent():
     try:
         for noise_multiplier in (2.0, 2.3, 2.7):
             mech = mechanism(noise_multiplier=noise_multiplier)
-            server = strategy(mech=mech, round_timeout=0.01)  # nobody replies
+            server = strategy(mech=mech, reply_timeout=0.01)  # nobody replies
             server.run(FakeGrid())
             stated = [float(m[1]) for line in lines if (m := re.search(r"epsilon ([\d.]+)", line))]
             assert min(stated[0], stated[-1]) >= server.spent().epsilon
@@ -498,7 +496,7 @@ def test_the_report_holds_epsilon_after_every_round():
     ledger = mirrordp.Ledger(mech.adjacency)
     ledger.charge(mech.event)
     for options in ({}, {"ledger": ledger}):
-        server = strategy(mech=mech, round_timeout=0.01, **options)
+        server = strategy(mech=mech, reply_timeout=0.01, **options)
         logged = []
         server.run(FakeGrid(), on_round=lambda own, out=logged: out.append(own.spent().epsilon))
         report = mirrordp.RunReport.from_dict(json.loads(server.report().to_json()))
@@ -557,7 +555,7 @@ def test_public_side_and_alpha():
     server = strategy(public=rows, alpha=[0.0, 0.25, 1.0])
     assert ask(server) == []
     server.aggregate_train(1, [])
-    assert server.charged_rounds == 0
+    assert server.charged_steps == 0
     gradient = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, rows.arrays)))
     np.testing.assert_allclose(wide(server.params), -wide(gradient(PARAMS)), rtol=1e-5)
     before = server.params
@@ -598,7 +596,7 @@ def test_server_and_clients_speak_the_same_language():
     server = strategy(users=None)
     rounds = []
     grid = FakeGrid(lambda message: [app(message, CONTEXT)])
-    params = server.run(grid, on_round=lambda s: rounds.append(int(s.state.round)))
+    params = server.run(grid, on_round=lambda s: rounds.append(int(s.state.step)))
     assert rounds == [1, 2, 3]
     assert server.users == tuple(NODES)
     np.testing.assert_allclose(wide(params), -0.06, rtol=1e-4)
@@ -621,7 +619,7 @@ def test_a_run_is_what_federated_train_simulates():
         [tools.features(rows=3, seed=50), tools.features(rows=2, seed=51)], max_examples_per_user=4
     )
     optimizer = federated.server_sgd(0.5)
-    *_, (simulated, _) = mirrordp.training.federated_train(
+    *_, (simulated, _) = tools.federated_train(
         tools.squared_distance,
         start,
         mirrordp.PrivateClients.from_users(lists, max_examples_per_user=4),
@@ -655,7 +653,7 @@ def test_flowers_own_loop():
     app = client(lambda params, _: jax.tree.map(lambda leaf: leaf - 0.01, params))
     server = strategy()
     grid = FakeGrid(lambda message: [app(message, CONTEXT)])
-    result = server.start(grid, server.arrays, num_rounds=ROUNDS)
+    result = server.start(grid, server.arrays, num_steps=ROUNDS)
     np.testing.assert_allclose(wide(flower.from_arrays(result.arrays, PARAMS)), -0.03, rtol=1e-4)
     assert [int(number) for number in result.train_metrics_clientapp] == [1, 2, 3]
     assert set(result.train_metrics_clientapp[3]) == {
@@ -735,7 +733,7 @@ def test_one_broken_reply_does_not_cost_the_others_theirs():
             return super().pull_messages(message_ids)
 
     app = client()
-    server = strategy(num_rounds=1, round_timeout=1.0)
+    server = strategy(num_steps=1, reply_timeout=1.0)
     server.run(Broken(lambda message: [app(message, CONTEXT)]))
     assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
 
@@ -774,7 +772,7 @@ def cannot_be_unpacked():
 )
 def test_nobody_can_take_anothers_reply_away(first, unsolicited):
     app = client()
-    server = strategy(num_rounds=1)
+    server = strategy(num_steps=1)
     server.run(Late(lambda message: [app(message, CONTEXT)], first))
     counts = +server.unprivatized_replies
     assert counts == +collections.Counter(accepted=USERS, unsolicited=unsolicited)
@@ -798,7 +796,7 @@ def test_the_order_of_arrival_changes_no_bit():
 
 def test_stragglers_are_left_behind():
     app = client()
-    server = strategy(num_rounds=1, round_timeout=0.2)
+    server = strategy(num_steps=1, reply_timeout=0.2)
     grid = FakeGrid(lambda m: [] if m.metadata.dst_node_id == 903 else [app(m, CONTEXT)])
     server.run(grid)
     assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
@@ -816,7 +814,7 @@ def test_a_reply_that_never_arrives_holds_nobody_up():
             return super().pull_messages(message_ids)
 
     app = client()
-    server = strategy(num_rounds=1, round_timeout=2.0)
+    server = strategy(num_steps=1, reply_timeout=2.0)
     server.run(Stalling(lambda message: [app(message, CONTEXT)]))
     assert not over.is_set()
     let_go.set()
@@ -838,7 +836,7 @@ def test_a_slow_reply_still_counts():
             return super().pull_messages(message_ids)
 
     app = client()
-    server = strategy(num_rounds=1, round_timeout=30.0)
+    server = strategy(num_steps=1, reply_timeout=30.0)
     server.run(Slow(lambda message: [app(message, CONTEXT)]))
     assert server.unprivatized_replies == {"accepted": USERS, "missing": 0}
 
@@ -870,7 +868,7 @@ def test_what_an_exception_says_stays_on_the_node(where):
     [
         ({"users": [1, 1]}, "different nodes"),
         ({"users": [1, 2]}, "made for num_examples"),
-        ({"num_rounds": 9}, "made for 3 steps"),
+        ({"num_steps": 9}, "made for 3 steps"),
         ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, "one adjacency"),
         ({"mech": Mechanism(sampling=FullBatch.of(6), l2_clip_norm=1.0, noise_multiplier=1.0,
                             num_steps=3)}, "one record is one user"),
@@ -885,4 +883,4 @@ def test_other_initial_arrays_are_refused():
     server = strategy()
     with pytest.raises(ValueError, match=r"strategy\.arrays"):
         server.configure_train(1, flower.to_arrays(delta()), ConfigRecord(), FakeGrid())
-    assert server.charged_rounds == 0
+    assert server.charged_steps == 0

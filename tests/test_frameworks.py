@@ -33,7 +33,7 @@ def trained(loss, params, **options):
     mechanism = tools.mechanism(noise_multiplier=0.2, num_steps=20, sampling=tools.poisson(20))
     ledger = mirrordp.Ledger(mechanism.adjacency)
     state, info = tools.last(
-        mirrordp.train(
+        tools.train(
             loss,
             params,
             mirrordp.PrivateData(DATA),
@@ -43,7 +43,7 @@ def trained(loss, params, **options):
             alpha=0.7,
             seed=0,
             steps_per_call=20,
-            ledger=ledger,
+            spend=ledger,
             **options,
         )
     )

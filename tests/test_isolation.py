@@ -16,7 +16,7 @@ import mirrordp
 from mirrordp import Ledger, PrivateData, TrainStep
 from mirrordp.privacy import _isolation, clipping, ghost
 from mirrordp.training.federated import FederatedStep
-from mirrordp.training.sweep import SweepRun, train_sweep
+from mirrordp.training.sweep import SweepRun
 from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])
@@ -202,14 +202,14 @@ class TestRuns:
         loss = loss_with(SEE_OTHERS[operation])
         ledger = Ledger(self.options["mechanism"].adjacency)
         with refused(operation):
-            mirrordp.train(loss, THETA, PrivateData(ROWS), ledger=ledger, **self.options)
+            tools.train(loss, THETA, PrivateData(ROWS), spend=ledger, **self.options)
         with refused(operation):
-            train_sweep(
+            tools.train_sweep(
                 loss,
                 THETA,
                 PrivateData(ROWS),
                 runs=[SweepRun(), SweepRun()],
-                ledger=ledger,
+                spend=ledger,
                 **self.options,
             )
         assert ledger.epsilon(1e-5).epsilon == 0
@@ -225,7 +225,7 @@ class TestRuns:
         if operation == "pure_callback":
             loss = loss_with(lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"))
         with refused(operation):
-            test_federated.run(loss=loss, start=THETA, ledger=ledger)
+            test_federated.run(loss=loss, start=THETA, spend=ledger)
         assert ledger.epsilon(1e-5).epsilon == 0
 
     def test_rows_of_one_user_may_see_each_other(self):
@@ -250,18 +250,18 @@ class TestRuns:
         data = {"x": ROWS, "weight": np.ones(len(ROWS), np.float32)}
         before = jax.config.jax_default_prng_impl
         expected, _ = tools.last(
-            mirrordp.train(tools.keyed_distance, THETA, PrivateData(data), seed=1, **self.options)
+            tools.train(tools.keyed_distance, THETA, PrivateData(data), seed=1, **self.options)
         )
         jax.config.update("jax_default_prng_impl", "rbg")
         try:
             found, _ = tools.last(
-                mirrordp.train(
+                tools.train(
                     lambda p, x, key: tools.keyed_distance(p, x, key), THETA, PrivateData(data),
                     seed=1, **self.options,
                 )
             )  # fmt: skip
             with refused("random"):
-                mirrordp.train(
+                tools.train(
                     lambda p, x: keyed(p, x, jax.random.key(3)), THETA, PrivateData(ROWS),
                     **self.options,
                 )  # fmt: skip

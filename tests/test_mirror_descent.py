@@ -11,6 +11,7 @@ from mirrordp import mirror
 from mirrordp.mirror import Ball, ConvexMap, EuclideanMap, GLMMap, QuadraticMap, theory
 from mirrordp.training import exact
 from mirrordp.updates import descent as updates
+from tests import tools
 from tests.contracts.update import assert_equal_bits
 from tests.tools import last
 
@@ -62,7 +63,7 @@ def poisson(num_steps=6):
 
 def run(private, params, optimizer, mechanism, loss_fn=squared_error, **options):
     return last(
-        mirrordp.train(
+        tools.train(
             loss_fn,
             params,
             private,
@@ -159,7 +160,7 @@ class TestConvergence:
             return shift @ public_hessian @ shift
 
         mechanism = full_batch(num_steps=12, noise_multiplier=0.0, l2_clip_norm=1e6)
-        training = mirrordp.train(
+        training = tools.train(
             squared_error,
             start.astype(np.float32),
             private,
@@ -277,7 +278,7 @@ class TestWhatGoesWrong:
             for runs in (1, 2):
                 exact.exact_mirror_descent(
                     squared_error, private, EuclideanMap(WIDTH), mechanism=mechanism,
-                    learning_rate=0.1, budget=budget,
+                    learning_rate=0.1, spend=budget,
                 )  # fmt: skip
                 assert budget.status.runs == runs
             assert budget.status.used > 0
@@ -309,7 +310,7 @@ class TestAlgorithm1:
             learning_rate=0.1,
             like=TREE,
             seed=1,
-            ledger=ledger,
+            spend=ledger,
         )
         assert result.charged_steps == 5
         assert 0.99 < mechanism.epsilon(1e-3) <= 1.0

@@ -12,7 +12,7 @@ import mirrordp
 from mirrordp import GaussianNoise
 from mirrordp.privacy import BandedNoise, CyclicPoissonSampling, UnsupportedError
 from mirrordp.privacy.sums import ExactSum
-from mirrordp.training.central import randomness
+from mirrordp.training.engine import randomness
 from tests import statistical, tools
 
 ZEROS = {"a": np.zeros((40, 25), np.float32), "b": np.zeros(500, np.float32)}
@@ -320,7 +320,7 @@ class TestWhereCorrelatedNoiseIsRefused:
         public = mirrordp.PublicData(tools.features(seed=1))
         ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
         with pytest.raises(ValueError, match="correlated noise needs every step to be a private"):
-            mirrordp.train(
+            tools.train(
                 tools.squared_distance,
                 jnp.zeros(3),
                 data,
@@ -328,7 +328,7 @@ class TestWhereCorrelatedNoiseIsRefused:
                 mechanism=tools.mechanism(sampling=cyclic, noise=BANDED),
                 optimizer=tools.sgd(0.1),
                 alpha=[1.0] * 11 + [0.0],
-                ledger=ledger,
+                spend=ledger,
             )
         assert ledger.epsilon(1e-5).epsilon == 0
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import Adjacency, Mechanism, PrivateData, train
+from mirrordp import Adjacency, Mechanism, PrivateData
 from mirrordp.privacy.sums import ExactSum
 from tests import tools
 
@@ -56,7 +56,7 @@ def sums(data, sampling, loss, *, adjacency, kind=Mechanism, noise=0.0, seed=3):
         num_steps=STEPS,
         adjacency=adjacency,
     )
-    run = train(
+    run = tools.train(
         loss,
         jnp.ones(3),
         PrivateData(data),

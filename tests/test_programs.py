@@ -286,7 +286,7 @@ def central_run(folder, resume, loss=tools.squared_distance, **options):
         "checkpoint": Checkpoint(folder, every=5, resume=resume),
     }
     public = PublicData(tools.features(rows=10, seed=1))
-    return mirrordp.train(loss, THETA, PrivateData(ROWS), public, **(defaults | options))
+    return tools.train(loss, THETA, PrivateData(ROWS), public, **(defaults | options))
 
 
 def federated_run(folder, resume, loss=tools.squared_distance, **options):

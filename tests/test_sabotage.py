@@ -321,7 +321,7 @@ def test_replay_wants_users_for_a_federated_step():
 
 def test_types_refuse_public_and_private_swapped():
     with pytest.raises(TypeError, match="PrivateData"):
-        mirrordp.train(
+        tools.train(
             tools.squared_distance,
             jnp.zeros(3),
             PublicData(ROWS),
@@ -342,7 +342,7 @@ def resumed(folder) -> np.ndarray:
     }
 
     def run(resume):
-        return mirrordp.train(
+        return tools.train(
             tools.squared_distance,
             jnp.zeros(60),
             PrivateData(x),
@@ -376,7 +376,7 @@ def test_a_seeded_run_cannot_be_reported_as_unseeded():
     def report(seed, **options):
         made = tools.mechanism()
         _, info = tools.last(
-            mirrordp.train(
+            tools.train(
                 tools.squared_distance, jnp.zeros(3), PrivateData(ROWS),
                 mechanism=dataclasses.replace(made, sampling=tools.poisson(BATCH, rows=16)),
                 optimizer=tools.sgd(0.1), seed=seed,
@@ -398,7 +398,7 @@ def resumed_with(folder, first, second) -> np.ndarray:
     def run(factor, resume):
         flipped = jax.custom_vjp(lambda theta: theta)
         flipped.defvjp(lambda theta: (theta, None), lambda _, g: (factor * g,))
-        return mirrordp.train(
+        return tools.train(
             lambda theta, row: tools.squared_distance(flipped(theta), row),
             jnp.zeros(60),
             PrivateData(tools.features(columns=60)),

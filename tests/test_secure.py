@@ -19,7 +19,7 @@ from mirrordp.privacy import UnsupportedError, accounting, noise, secure
 from mirrordp.privacy._float64 import float64_call
 from mirrordp.privacy.secure import SecureRandom
 from mirrordp.report.page import report_page
-from mirrordp.training.central import randomness
+from mirrordp.training.engine import randomness
 from tests import statistical, tools
 from tests.test_cli_fit import fit_options, two_tables
 
@@ -314,7 +314,7 @@ MECHANISM = tools.mechanism(noise=SecureGaussianNoise(num_params=3))
 
 
 def run(mechanism=MECHANISM, **options):
-    return mirrordp.train(
+    return tools.train(
         tools.squared_distance,
         jnp.zeros(3),
         mirrordp.PrivateData(tools.features()),
@@ -371,7 +371,7 @@ class TestTraining:
         )
 
         def rounds(**options):
-            return mirrordp.training.federated_train(
+            return tools.federated_train(
                 tools.squared_distance,
                 jnp.zeros(3),
                 users,
@@ -584,10 +584,10 @@ class TestRefused:
             cyclic.batches(40, 3, SECURE)
 
     def test_a_sweep(self):
-        from mirrordp.training.sweep import SweepRun, train_sweep
+        from mirrordp.training.sweep import SweepRun
 
         with pytest.raises(ValueError, match="has no secure mode"):
-            train_sweep(
+            tools.train_sweep(
                 tools.squared_distance,
                 jnp.zeros(3),
                 mirrordp.PrivateData(tools.features()),

@@ -353,7 +353,7 @@ def test_a_user_cannot_turn_the_model_into_nan():
     """A finite feature that overflows local SGD, in a model of 5,000 parameters."""
     rows = {"x": np.ones((40, 5_000), np.float32)}
     rows["x"][7] = 1e15
-    *_, (state, _) = mirrordp.training.federated_train(
+    *_, (state, _) = tools.federated_train(
         lambda params, row: jnp.sum((params * row["x"]) ** 2),
         jnp.ones(5_000),
         mirrordp.PrivateClients.from_rows(rows, np.arange(40) // 2),

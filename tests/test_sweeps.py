@@ -8,8 +8,8 @@ import pytest
 
 import mirrordp
 from mirrordp import Ledger, PrivateData, PublicData
-from mirrordp.training import sweep as sweeps
-from mirrordp.training.sweep import SweepRun, run_state, train_sweep
+from mirrordp.training import engine
+from mirrordp.training.sweep import SweepRun, run_state
 from tests import tools
 from tests.tools import last, mechanism
 
@@ -28,7 +28,7 @@ RUNS = [
 
 def sweep(runs=RUNS, loss=tools.squared_distance, **options):
     defaults = {"mechanism": mechanism(), "optimizer": RATED, "steps_per_call": 5}
-    return train_sweep(loss, THETA, PRIVATE, PUBLIC, runs=runs, **(defaults | options))
+    return tools.train_sweep(loss, THETA, PRIVATE, PUBLIC, runs=runs, **(defaults | options))
 
 
 def keyed(params, example, key):
@@ -42,7 +42,7 @@ def alone(run: SweepRun, loss=tools.squared_distance, **options):
     params = THETA if run.params is None else run.params
     defaults = {"mechanism": mechanism(), "optimizer": optimizer, "steps_per_call": 5}
     return last(
-        mirrordp.train(
+        tools.train(
             loss, params, PRIVATE, PUBLIC, alpha=run.alpha, seed=run.seed, **(defaults | options)
         )
     )
@@ -104,7 +104,7 @@ def test_runs_without_a_seed_differ():
 
 def test_every_run_is_charged_before_it_runs():
     ledger = Ledger(mirrordp.Adjacency.ZERO_OUT)
-    steps = sweep([run._replace(seed=number) for number, run in enumerate(RUNS)], ledger=ledger)
+    steps = sweep([run._replace(seed=number) for number, run in enumerate(RUNS)], spend=ledger)
     next(steps)
     # Three runs read private data in all five steps of the first block, one in four of them.
     one = mechanism()
@@ -119,16 +119,16 @@ def test_runs_that_share_their_noise_do_not_add_up():
     """They are for comparisons: in the difference of two releases the noise would cancel."""
     ledger = Ledger(mirrordp.Adjacency.ZERO_OUT)
     with pytest.raises(ValueError, match="share their noise, got seed 2 twice"):
-        sweep(ledger=ledger)
+        sweep(spend=ledger)
     next(sweep())
 
 
 def test_one_compilation_for_all_blocks_and_rates():
     list(sweep())
-    compiled = sweeps._run_all._cache_size()
+    compiled = engine._run_passes._cache_size()
     faster = [run._replace(hyperparams={"learning_rate": 0.3}) for run in RUNS]
     list(sweep(faster))
-    assert sweeps._run_all._cache_size() == compiled
+    assert engine._run_passes._cache_size() == compiled
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_one_compilation_for_all_blocks_and_rates():
 def test_bad_input(options, message):
     ledger = Ledger(mirrordp.Adjacency.ZERO_OUT)
     with pytest.raises((ValueError, TypeError), match=message):
-        sweep(**options, ledger=ledger)
+        sweep(**options, spend=ledger)
     assert ledger.event == Ledger(mirrordp.Adjacency.ZERO_OUT).event

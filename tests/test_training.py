@@ -14,10 +14,11 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import Adjacency, Ledger, PrivateData, PublicData, train
+from mirrordp import Adjacency, Ledger, PrivateData, PublicData
 from mirrordp.data import Overlap, UnprotectedWarning
 from mirrordp.privacy.clipping import frozen_mask
-from mirrordp.training.central import TrainStep, _run_passes
+from mirrordp.training import engine
+from mirrordp.training.central import TrainStep
 from tests import statistical, tools
 from tests.tools import last, mechanism, poisson, recorder, released_gradients, sgd
 
@@ -29,7 +30,7 @@ THETA = jnp.array([0.5, -0.5, 0.25])
 
 def run(public=PUBLIC, loss=tools.squared_distance, params=THETA, private=PRIVATE, **options):
     defaults = {"mechanism": mechanism(), "optimizer": sgd(0.1), "seed": 0, "steps_per_call": 5}
-    return train(loss, params, private, public, **(defaults | options))
+    return tools.train(loss, params, private, public, **(defaults | options))
 
 
 def clip(gradient, norm=1.0):
@@ -247,9 +248,7 @@ class TestAlphaZero:
     def test_they_are_not_charged_and_leave_the_noise_alone(self):
         alphas = [0.0, 0.5, 0.0, 0.0, 1.0, 0.0]
         ledger = Ledger(Adjacency.ZERO_OUT)
-        infos = [
-            info for _, info in run(alpha=alphas, num_steps=6, ledger=ledger, steps_per_call=2)
-        ]
+        infos = [info for _, info in run(alpha=alphas, num_steps=6, spend=ledger, steps_per_call=2)]
         assert [info.charged_steps for info in infos] == [1, 1, 2]
         assert ledger.event == mechanism().event_between(0, 2)
         norms = np.concatenate([info.noisy_grad_norm for info in infos])
@@ -347,10 +346,10 @@ class TestCompilation:
         found = mechanism(sampling=tools.Replay(base=base, draws=draws), num_steps=8)
         steps = run(mechanism=found, steps_per_call=3, alpha=0.5)
         next(steps)
-        compiled = _run_passes._cache_size()
+        compiled = engine._run_passes._cache_size()
         rest = list(steps)
         assert [info.step for _, info in rest] == [6, 8]
-        assert _run_passes._cache_size() == compiled
+        assert engine._run_passes._cache_size() == compiled
 
     def test_no_compilation_of_anything_at_all_after_the_second_call(self, caplog):
         steps = run(steps_per_call=3, alpha=[0.5] * 6 + [0.0] * 3 + [1.0] * 2, num_steps=11)
@@ -362,9 +361,9 @@ class TestCompilation:
 
     def test_an_equal_run_compiles_nothing(self):
         list(run())
-        compiled = _run_passes._cache_size()
+        compiled = engine._run_passes._cache_size()
         list(run(seed=5))
-        assert _run_passes._cache_size() == compiled
+        assert engine._run_passes._cache_size() == compiled
 
     def test_draws_above_the_capacity_lose_nothing(self):
         base = mirrordp.PoissonSampling(sampling_prob=0.5, expected_batch_size=4, capacity=3)
@@ -457,7 +456,7 @@ class TestBadRows:
 class TestCharging:
     def test_a_block_is_charged_before_it_can_be_seen(self):
         ledger = Ledger(Adjacency.ZERO_OUT)
-        steps = run(ledger=ledger)
+        steps = run(spend=ledger)
         assert ledger.epsilon(1e-3).epsilon == 0
         for done in (5, 10, 12):
             next(steps)
@@ -474,7 +473,7 @@ class TestCharging:
             return tools.squared_distance(params, example)
 
         def consume():
-            for state, _ in run(loss=breaks_at_run_time, public=None, ledger=ledger):
+            for state, _ in run(loss=breaks_at_run_time, public=None, spend=ledger):
                 jax.block_until_ready(state)
             jax.effects_barrier()
 
@@ -484,21 +483,21 @@ class TestCharging:
 
     def test_a_run_that_is_left_has_been_charged_for_what_it_showed(self):
         ledger = Ledger(Adjacency.ZERO_OUT)
-        for _, info in run(ledger=ledger):
+        for _, info in run(spend=ledger):
             if info.step >= 5:
                 break
         assert ledger.event == mechanism().event_between(0, 5)
 
     def test_charged_steps_and_epsilon(self):
         ledger = Ledger(Adjacency.ZERO_OUT)
-        _, info = last(run(ledger=ledger, num_steps=7))
+        _, info = last(run(spend=ledger, num_steps=7))
         assert info.charged_steps == info.step == 7
         assert ledger.epsilon(1e-3).epsilon == mechanism().epsilon(1e-3, num_steps=7)
 
     def test_runs_compose(self):
         ledger = Ledger(Adjacency.ZERO_OUT)
         for _ in range(2):
-            list(run(ledger=ledger))
+            list(run(spend=ledger))
         assert ledger.event.count == 24
 
     def test_cyclic_sampling_charges_rounds(self):
@@ -506,18 +505,18 @@ class TestCharging:
             8, num_examples=40, num_groups=4
         )
         ledger = Ledger(Adjacency.ZERO_OUT)
-        steps = run(mechanism=mechanism(sampling=cyclic), ledger=ledger)
+        steps = run(mechanism=mechanism(sampling=cyclic), spend=ledger)
         counts = [(next(steps), ledger.event.count)[1] for _ in range(3)]
         assert counts == [2, 3, 3]
 
     def test_one_ledger_has_one_adjacency(self):
         with pytest.raises(ValueError, match="a ledger of 'replace' and a mechanism of 'zero-out'"):
-            run(ledger=Ledger(Adjacency.REPLACE))
+            run(spend=Ledger(Adjacency.REPLACE))
 
     def test_the_public_data_does_not_change_the_cost(self):
         ledgers = [Ledger(Adjacency.ZERO_OUT) for _ in range(2)]
-        list(run(ledger=ledgers[0], alpha=0.5))
-        list(run(ledger=ledgers[1], alpha=0.5, public=PublicData(X[:3] + 1)))
+        list(run(spend=ledgers[0], alpha=0.5))
+        list(run(spend=ledgers[1], alpha=0.5, public=PublicData(X[:3] + 1)))
         assert ledgers[0].event == ledgers[1].event
 
 
@@ -579,7 +578,7 @@ class TestOverlap:
     def test_refuse(self):
         ledger = Ledger(Adjacency.ZERO_OUT)
         with pytest.raises(ValueError, match="2 private rows equal a public row"):
-            run(public=self.overlapping, overlap=Overlap.REFUSE, ledger=ledger)
+            run(public=self.overlapping, overlap=Overlap.REFUSE, spend=ledger)
         assert ledger.epsilon(1e-3).epsilon == 0
 
     def test_a_public_loss_of_its_own_does_not_hide_an_overlap(self):
@@ -669,7 +668,7 @@ class TestBadInput:
 
     def test_ledger_of_another_kind(self):
         with pytest.raises(TypeError, match="ledger must be Ledger"):
-            run(ledger=[])
+            run(spend=[])
 
     def test_a_loss_that_is_not_a_scalar(self):
         self.refuse(ValueError, "must return one scalar", loss=lambda p, x: p * x)

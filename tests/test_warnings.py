@@ -55,7 +55,7 @@ def compared():
 
 
 def trained_on_rows_that_are_public():
-    run = mirrordp.train(  # here
+    run = tools.train(  # here
         tools.squared_distance,
         jnp.zeros(3),
         PrivateData(X),
@@ -67,14 +67,14 @@ def trained_on_rows_that_are_public():
 
 
 def trained_with_unused_parameters():
-    return list(mirrordp.train(loss_of_a_part, PARAMS, PrivateData(X), **train()))  # here
+    return list(tools.train(loss_of_a_part, PARAMS, PrivateData(X), **train()))  # here
 
 
 def trained_by_users_with_unused_parameters():
     users = mirrordp.PrivateClients.from_users(USERS, max_examples_per_user=4)
     sampling = tools.poisson(rows=len(users))
     options = {"mechanism": mechanism(unit="user", num_steps=1, sampling=sampling), "seed": 0}
-    run = mirrordp.training.federated_train(  # here
+    run = tools.federated_train(  # here
         loss_of_a_part, PARAMS, users, client_learning_rate=0.1, **options
     )
     return list(run)  # here

@@ -132,3 +132,33 @@ class Replay:
     def batches(self, num_examples, num_steps, rng) -> Iterator[np.ndarray]:
         del num_examples, rng
         return (np.asarray(draw, np.int64) for draw in self.draws[:num_steps])
+
+
+STEP_OPTIONS = {
+    kind: {field.name for field in dataclasses.fields(kind)}
+    for kind in (mirrordp.TrainStep, mirrordp.FederatedStep)
+}
+DRIVE_OPTIONS = {field.name for field in dataclasses.fields(mirrordp.TrainOptions)}
+
+
+def _train(kind, loss, params, private, public, options, train=mirrordp.train):
+    of_step = {name: options.pop(name) for name in [*options] if name in STEP_OPTIONS[kind]}
+    drive = {name: options.pop(name) for name in [*options] if name in DRIVE_OPTIONS}
+    step = kind(loss, of_step.pop("mechanism"), of_step.pop("optimizer", None), **of_step)
+    drive = mirrordp.TrainOptions(**drive)
+    return train(step, params, private, public, options=drive, **options)
+
+
+def train(loss, params, private, public=None, **options):
+    """`mirrordp.train` with the options of a `TrainStep` and of `TrainOptions` side by side."""
+    return _train(mirrordp.TrainStep, loss, params, private, public, options)
+
+
+def federated_train(loss, params, private, public=None, **options):
+    """The same with a `FederatedStep`."""
+    return _train(mirrordp.FederatedStep, loss, params, private, public, options)
+
+
+def train_sweep(loss, params, private, public=None, **options):
+    """`mirrordp.train_sweep`, as `train`."""
+    return _train(mirrordp.TrainStep, loss, params, private, public, options, mirrordp.train_sweep)

@@ -557,7 +557,7 @@ class PrivateStrategy(Strategy):
         return total
 
     def _read(self, reply: Message) -> PyTree:
-        like = self.step.zero_sum(self.state.params).zeros().delta
+        like = self.step.zero_sum(self.state).total.zeros().delta
         try:
             delta = from_arrays(reply.content.array_records[ARRAYS], like)
         except ReplyError:
