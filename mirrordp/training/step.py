@@ -24,7 +24,7 @@ from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import Batch, LossFn, Params, PyTree
 from mirrordp.updates.averages import Average, ExponentialAverage, UniformAverage
-from mirrordp.updates.descent import mix_gradients
+from mirrordp.updates.mixing import mix_gradients
 
 Private = PrivateData | PrivateClients
 Public = PublicData | PublicClients
