@@ -1,4 +1,4 @@
-"""User-level privacy: users as records, local training, clipping, the round, and its twin."""
+"""User-level privacy: users as records, local training, clipping, the step, and its twin."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ def run(private=None, public=None, *, loss=tools.squared_distance, start=None, *
 
 
 def sums(*args, **options):
-    """B times the pseudo-gradient of each round: the sums of clipped deltas (plus noise)."""
+    """Returns B times the pseudo-gradient of each step: the sums of clipped deltas plus noise."""
     state, _ = tools.last(run(*args, **options))
     return 5.0 * np.asarray(state.opt_state[1], np.float64)
 
@@ -248,6 +248,9 @@ class TestClientData:
             run(private, public, alpha=0.5, overlap=mirrordp.data.Overlap.REFUSE)
 
 
+clip_delta = jax.jit(federated.clip_delta)
+
+
 class TestClipDelta:
     @pytest.mark.parametrize("size", [1, 7, 4_000_000])
     @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e19, 3e38])
@@ -257,9 +260,7 @@ class TestClipDelta:
             with np.errstate(over="ignore"):
                 scaled = np.clip(delta * scale, -3e38, 3e38).astype(np.float32)
             for clip in (0.3, 1.0):
-                result = federated.clip_delta(
-                    {"a": scaled[: size // 2], "b": scaled[size // 2 :]}, clip
-                )
+                result = clip_delta({"a": scaled[: size // 2], "b": scaled[size // 2 :]}, clip)
                 exact = np.sqrt(
                     sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(result.delta))
                 )
@@ -339,7 +340,7 @@ class TestLocalUpdate:
         assert (delta["a"] != 0).all()
 
 
-class TestRound:
+class TestStep:
     def test_dp_fedavg_is_the_reference_formula(self):
         """θ ← θ − η_s (Σ clip(Δ_k, C) + noise) / (q n), with the draws of the sampler."""
         made = sums()
@@ -383,7 +384,7 @@ class TestRound:
         np.testing.assert_allclose(sums(**options), sums(), atol=1e-5)
 
     def test_nothing_compiles_after_the_first_call(self):
-        """Whoever is drawn, and however many rows they own."""
+        """It does not matter which users are drawn, nor how many rows they own."""
         iterator = run()
         next(iterator)
         compiled = engine._run_passes._cache_size()
@@ -490,7 +491,7 @@ class TestRound:
         assert np.abs(before - sums()).max() > 0.1
 
     def test_an_alpha_above_one_does_not_enlarge_the_sum_before_its_noise(self):
-        """`train` refuses it; a server of one's own may pass anything."""
+        """`train` refuses it, but a server that calls `finish` itself may pass anything."""
         step = federated.FederatedStep(
             loss_fn=tools.squared_distance, mechanism=mechanism(), optimizer=optax.sgd(1.0),
             client_learning_rate=0.1, scale_noise=False,
@@ -651,7 +652,7 @@ def uncached(jitted):
 
 class TestEdges:
     def test_nobody_is_sampled(self):
-        """Noise is added and the round charged as ever."""
+        """The noise is added and the step is charged all the same."""
         replay = tools.Replay(base=mechanism().sampling, draws=NOBODY)
         assert (sums(mechanism=mechanism(sampling=replay)) == 0).all()
         ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
@@ -789,7 +790,7 @@ class TestOptions:
         assert noise.std() > 1.1 * sigma
 
     def test_adaptive_clip_counts_with_noise(self):
-        """Over nobody, the share that moves the clip norm is ½ and its noise σ_b / B."""
+        """Over an empty cohort, the share that moves the clip norm is ½ with noise σ_b / B."""
         share, sigma, eta, rounds = 0.36, 2.0, 0.2, 200
         replay = tools.Replay(base=mechanism().sampling, draws=((),) * rounds)
         made = mechanism(sampling=replay, noise_multiplier=sigma, num_steps=rounds)
@@ -837,7 +838,7 @@ class TestOptions:
         assert fixed.epsilon(1e-3) > poisson.epsilon(1e-3)
 
     def test_clip_norm_and_client_rate_belong_to_the_state(self):
-        """A run at other numbers is the run of a mechanism made for them, noise included."""
+        """A run with other numbers equals the run of a mechanism made for them, with its noise."""
         _, keys = mirrordp.training.engine.randomness(3)
         unit = mechanism(noise_multiplier=1.0, l2_clip_norm=1.0)
         step = federated.FederatedStep(

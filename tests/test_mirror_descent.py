@@ -78,9 +78,10 @@ def run(private, params, optimizer, mechanism, loss_fn=squared_error, **options)
 
 
 class TestIdentities:
-    @pytest.mark.parametrize("mechanism", [full_batch(), poisson()], ids=["full batch", "Poisson"])
     @pytest.mark.parametrize(
-        "learning_rate", [0.3, optax.exponential_decay(0.3, 2, 0.5)], ids=["constant", "schedule"]
+        ("mechanism", "learning_rate"),
+        [(full_batch(), 0.3), (poisson(), optax.exponential_decay(0.3, 2, 0.5))],
+        ids=["full batch, constant rate", "Poisson, schedule"],
     )
     def test_the_euclidean_map_is_dp_sgd_to_the_bit(self, private, mechanism, learning_rate):
         expected = run(private, TREE, optax.sgd(learning_rate), mechanism, tree_loss)

@@ -47,6 +47,14 @@ def rows(weight=None, **changed):
     return {"x": x, "weight": weights}
 
 
+def one_more(x, weight):
+    """The data set with unit weights and one row more."""
+    return {
+        "x": np.concatenate([X, x[None].astype(np.float32)]),
+        "weight": np.append(np.ones(ROWS, np.float32), np.float32(weight)),
+    }
+
+
 def sums(data, sampling, loss, *, adjacency, kind=Mechanism, noise=0.0, seed=3):
     """B times the released gradient of each step: the clipped sums (plus noise)."""
     mechanism = kind(
@@ -107,12 +115,8 @@ class TestNeighbours:
         )
         distances = []
         for x, weight in EXTREME:
-            data = {
-                "x": np.concatenate([X, x[None].astype(np.float32)]),
-                "weight": np.append(np.ones(ROWS, np.float32), np.float32(weight)),
-            }
             replay = tools.Replay(base=SECRET_N, draws=draws)
-            large = sums(data, replay, loss, adjacency=Adjacency.ADD_REMOVE)
+            large = sums(one_more(x, weight), replay, loss, adjacency=Adjacency.ADD_REMOVE)
             distance = np.linalg.norm(large - small, axis=1)
             taking_part = np.array([ROWS in draw for draw in draws])
             # Steps without the record are the same sum, whatever the passes.
@@ -221,21 +225,23 @@ class CouplesExamples(_Broken):
 )
 def test_a_broken_pipeline_fails_the_check(kind, draws):
     compute = functools.partial(sums, loss=tools.weighted_distance, kind=kind)
-    distances = []
-    base = compute(rows(weight=0.0), PUBLIC_N, adjacency=Adjacency.ZERO_OUT)
-    without = tuple(tuple(row for row in draw if row != ROWS) for draw in draws)
-    small = compute(
-        rows(), tools.Replay(base=SECRET_N, draws=without), adjacency=Adjacency.ADD_REMOVE
-    )
-    for x, weight in EXTREME[:3]:
-        neighbour = compute(rows(weight, x=x), PUBLIC_N, adjacency=Adjacency.ZERO_OUT)
-        distances.append(largest_distance(base, neighbour))
-        data = {
-            "x": np.concatenate([X, x[None].astype(np.float32)]),
-            "weight": np.append(np.ones(ROWS, np.float32), np.float32(weight)),
-        }
-        large = compute(
-            data, tools.Replay(base=SECRET_N, draws=draws), adjacency=Adjacency.ADD_REMOVE
+
+    def distances():
+        base = compute(rows(weight=0.0), PUBLIC_N, adjacency=Adjacency.ZERO_OUT)
+        for x, weight in EXTREME[:3]:
+            neighbour = compute(rows(weight, x=x), PUBLIC_N, adjacency=Adjacency.ZERO_OUT)
+            yield largest_distance(base, neighbour)
+        without = tuple(tuple(row for row in draw if row != ROWS) for draw in draws)
+        small = compute(
+            rows(), tools.Replay(base=SECRET_N, draws=without), adjacency=Adjacency.ADD_REMOVE
         )
-        distances.append(largest_distance(large, small))
-    assert not max(distances) <= CLIP + SLACK
+        for x, weight in EXTREME[:3]:
+            large = compute(
+                one_more(x, weight),
+                tools.Replay(base=SECRET_N, draws=draws),
+                adjacency=Adjacency.ADD_REMOVE,
+            )
+            yield largest_distance(large, small)
+
+    # The first violation decides; the other neighbours need not be computed then.
+    assert any(not distance <= CLIP + SLACK for distance in distances())

@@ -25,11 +25,12 @@ from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])
 PRIVATE = PrivateData(tools.features())
+PUBLIC = PublicData(tools.features(rows=10, seed=1))
 USERS = test_federated.clients()
 
 
 def scaled(inner, position):
-    """A loss ½‖position(θ) − inner(x)‖², whichever way the parts are made."""
+    """Returns the loss ½‖position(θ) − inner(x)‖²."""
     return lambda params, x: 0.5 * jnp.sum((position(params) - inner(x)) ** 2)
 
 
@@ -180,6 +181,16 @@ OPTIMIZERS = {
     "a mirror map": lambda value: mirrordp.updates.mirror_descent(
         mirrordp.mirror.EuclideanMap(3), 0.1 * value
     ),
+    "a required public gradient": lambda value: optax.chain(
+        mirrordp.mix_public_gradient(0.25 * value), optax.sgd(0.1)
+    ),
+    "an optional public gradient": lambda value: optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None, *, public_grad=None, **extra_args: (
+            updates if public_grad is None else updates + value * public_grad,
+            state,
+        ),
+    ),
 }
 CALLBACKS = {
     "pure_callback": lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"),
@@ -189,7 +200,7 @@ CALLBACKS = {
 
 
 def steps(loss, public_loss=None, optimizer=None):
-    """A step of each kind of run."""
+    """Returns a step of each kind of run."""
     options = {"loss_fn": loss, "public_loss_fn": public_loss}
     made = optimizer or tools.sgd(0.1)
     central = TrainStep(mechanism=tools.mechanism(), optimizer=made, **options)
@@ -199,15 +210,15 @@ def steps(loss, public_loss=None, optimizer=None):
     return central, users
 
 
-def described(**options):
-    """What a checkpoint compares, for a step of each kind."""
-    found = []
-    for step, private in zip(steps(**options), (PRIVATE, USERS), strict=True):
-        run = SweepRun()
+def described(kinds=slice(None), *, has_public=False, **options):
+    """Returns what a checkpoint compares, for a step of each kind."""
+    found, run = [], SweepRun()
+    data = ((PRIVATE, PUBLIC), (USERS, test_federated.PUBLIC))[kinds]
+    for step, (private, public) in zip(steps(**options)[kinds], data, strict=True):
         plan = engine._Plan(
             step=step, params=THETA, runs=[run], alphas=np.ones((1, 1)), private=private,
-            public=None, needs_public_grad=False, excluded=np.zeros(len(private), bool),
-            steps_per_call=1, stream=False, is_sweep=False,
+            public=public if has_public else None, needs_public_grad=False,
+            excluded=np.zeros(len(private), bool), steps_per_call=1, stream=False, is_sweep=False,
         )  # fmt: skip
         starts = [engine._starting_point(step, THETA, run)]
         found.append(engine._configuration(plan, starts, b"k" * 32))
@@ -219,24 +230,29 @@ def described_loss(name, loss):
     return engine._described_loss(name, step, loss, THETA, PRIVATE)
 
 
+CENTRAL = slice(1)
+
+
 def differing(one, two):
     return {name for name in {**one, **two} if one.get(name) != two.get(name)}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_differ(name):
+    """The loss is described alike for both kinds of steps; `TestRuns` takes both."""
     make = LOSSES[name]
-    before, again, other = (described(loss=make(value)) for value in (1.0, 1.0, 2.0))
+    [before], [again], [other] = (described(CENTRAL, loss=make(value)) for value in (1.0, 1.0, 2.0))
     assert before == again
-    for one, two in zip(before, other, strict=True):
-        assert differing(one, two) == {"loss_fn"}
+    assert differing(before, other) == {"loss_fn"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimisers_that_differ(name):
     make = OPTIMIZERS[name]
-    loss = tools.squared_distance
-    before, again, other = (described(loss=loss, optimizer=make(v)) for v in (1.0, 1.0, 2.0))
+    before, again, other = (
+        described(loss=tools.squared_distance, optimizer=make(value), has_public=True)
+        for value in (1.0, 1.0, 2.0)
+    )
     assert before == again
     for one, two in zip(before, other, strict=True):
         assert differing(one, two) == {"optimizer"}
@@ -302,8 +318,7 @@ def central_run(folder, resume, loss=tools.squared_distance, **options):
         "steps_per_call": 3,
         "checkpoint": Checkpoint(folder, every=5, resume=resume),
     }
-    public = PublicData(tools.features(rows=10, seed=1))
-    return tools.train(loss, THETA, PRIVATE, public, **(defaults | options))
+    return tools.train(loss, THETA, PRIVATE, PUBLIC, **(defaults | options))
 
 
 def federated_run(folder, resume, loss=tools.squared_distance, **options):
@@ -348,29 +363,28 @@ class TestRuns:
         assert "seen" in capfd.readouterr().out
 
 
-SCRIPT = """
-from tests.test_programs import LOSSES, OPTIMIZERS, described
-for make in LOSSES.values():
-    print(described(loss=make(1.0))[0]["loss_fn"])
-for make in OPTIMIZERS.values():
-    print(described(loss=LOSSES["a number"](1.0), optimizer=make(1.0))[1]["optimizer"])
-"""
+def hashes():
+    """Returns the hash of every loss and of every optimiser."""
+    losses = [described(CENTRAL, loss=make(1.0)) for make in LOSSES.values()]
+    options = {"loss": tools.squared_distance, "has_public": True}
+    optimizers = [
+        described(CENTRAL, optimizer=make(1.0), **options) for make in OPTIMIZERS.values()
+    ]
+    return [found["loss_fn"] for [found] in losses] + [found["optimizer"] for [found] in optimizers]
 
 
 def test_another_process_finds_the_same():
-    """Whatever the addresses of its objects and the order of its sets."""
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]
-    assert found[0] == found[1]
-    assert len(found[0]) == len(LOSSES) + len(OPTIMIZERS)
+    """The addresses of its objects and the order of its sets do not matter."""
+    script = "from tests.test_programs import hashes\nprint(*hashes())"
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == hashes()
 
 
 def test_a_callback_that_custom_rules_replace_is_seen():

@@ -99,7 +99,7 @@ class TestFormula:
         assert info.noisy_grad_norm > 0
 
     def test_an_alpha_above_one_does_not_enlarge_the_sum_before_its_noise(self):
-        """`train` refuses it; a loop of one's own may pass anything."""
+        """`train` refuses it, but a loop that calls the step itself may pass anything."""
         step = TrainStep(
             loss_fn=tools.squared_distance, mechanism=FULL(), optimizer=sgd(0.1), scale_noise=False
         )

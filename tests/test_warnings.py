@@ -32,13 +32,12 @@ def loss_of_a_part(params, example):
     return tools.squared_distance(params["used"], example)
 
 
-def train(**options):
-    defaults = {"mechanism": mechanism(), "optimizer": sgd(0.1), "seed": 0, "steps_per_call": 12}
-    return defaults | options
+def step(loss):
+    return mirrordp.TrainStep(loss, mechanism(num_steps=1), sgd(0.1))
 
 
 def calibrated():
-    options = {"num_steps": 5, "l2_clip_norm": 1.0, "sampling": tools.poisson()}
+    options = {"num_steps": 5, "l2_clip_norm": 1.0, "sampling": mirrordp.privacy.FullBatch.of(40)}
     return Mechanism.calibrate(epsilon=1, delta=0.1, **options)  # here
 
 
@@ -55,29 +54,22 @@ def compared():
 
 
 def trained_on_rows_that_are_public():
-    run = tools.train(  # here
-        tools.squared_distance,
-        jnp.zeros(3),
-        PrivateData(X),
-        PublicData(PARTLY_PUBLIC),
-        alpha=0.5,
-        **train(),
+    run = mirrordp.train(  # here
+        step(tools.squared_distance), jnp.zeros(3), PrivateData(X), PublicData(PARTLY_PUBLIC)
     )
     return list(run)  # here
 
 
 def trained_with_unused_parameters():
-    return list(tools.train(loss_of_a_part, PARAMS, PrivateData(X), **train()))  # here
+    return list(mirrordp.train(step(loss_of_a_part), PARAMS, PrivateData(X)))  # here
 
 
 def trained_by_users_with_unused_parameters():
     users = mirrordp.PrivateClients.from_users(USERS, max_examples_per_user=4)
     sampling = tools.poisson(rows=len(users))
-    options = {"mechanism": mechanism(unit="user", num_steps=1, sampling=sampling), "seed": 0}
-    run = tools.federated_train(  # here
-        loss_of_a_part, PARAMS, users, client_learning_rate=0.1, **options
-    )
-    return list(run)  # here
+    made = mechanism(unit="user", num_steps=1, sampling=sampling)
+    run = mirrordp.FederatedStep(loss_of_a_part, made, client_learning_rate=0.1)
+    return list(mirrordp.train(run, PARAMS, users))  # here
 
 
 def clipped_by_explicit_gradients():
