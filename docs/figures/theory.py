@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from mirrordp import theory
-from mirrordp.mirror import QuadraticMap
+from mirrordp.mirror import QuadraticMap, theory
 
 # Okabe and Ito's palette, which remains distinct for colour-blind readers and in grey.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
