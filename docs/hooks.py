@@ -1,57 +1,81 @@
-"""Hooks of the documentation build: the order of the pages, and a reference page for every module.
+"""Hooks of the documentation build: the reference, the version, and links into the repository.
 
-Pages that are not in `ORDER` follow by name, and modules are found by looking, so that what is
-added later appears without a change here.
+The order of the written pages is `nav` in mkdocs.yml. The reference follows the wings of the
+package: `REFERENCE` names them in the order of the picture in the overview, and the modules of a
+wing are found by looking, so that a module that is added later appears without a change here.
 """
 
+import ast
+import logging
+import os
 import re
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
-PACKAGE = Path(__file__).parent.parent / "mirrordp"
-ORDER = (
-    "index.md",
-    "two-csv-files.md",
-    "networks.md",
-    "choosing.md",
-    "protection.md",
-    "sharp-edges.md",
-    "reports.md",
-    "migrating.md",
-    "logging.md",
-    "mirror-maps.md",
-    "overview.md",
-    "theory.md",
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mirrordp"
+# Folders are wings with a page for each public module; the others are single modules. The command
+# line is documented by `mirrordp --help`, and `demo` by the overview.
+REFERENCE = (
+    "data",
+    "privacy",
+    "mirror",
+    "updates",
+    "spending",
+    "training",
+    "linear",
+    "tables",
+    "report",
+    "auditing",
+    "integrations",
+    "types",
 )
-# How the command line is used is said by its help; the rest has its page elsewhere.
-NOT_REFERENCE = {"cli", "demo", "page", "charts"}
+NOT_REFERENCE = {"cli", "demo"}
+
+log = logging.getLogger("mkdocs.hooks.mirrordp")
+
+
+def on_config(config):
+    """Shows the version: in the selector of a site that mike deploys, else in the site's name.
+
+    `mike deploy 0.3 latest` builds the site of one version and adds it to the others on a branch;
+    it sets MIKE_DOCS_VERSION for the build. The selector asks its own site for `versions.json`,
+    which only such a site has, so a plain build leaves the selector out.
+    """
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        config.site_name = f"{config.site_name} {project['version']}"
+        config.extra.pop("version", None)
+    return config
 
 
 def on_files(files, config):
-    """Adds the reference and sets the navigation."""
-    modules = sorted(
-        path.stem
-        for path in PACKAGE.iterdir()
-        if (path.suffix == ".py" or (path / "__init__.py").exists())
-        and not path.stem.startswith("_")
-        and path.stem not in NOT_REFERENCE
-    )
-    # This package holds nothing itself: its modules are what one looks for.
-    modules.remove("integrations")
-    bridges = sorted((PACKAGE / "integrations").glob("[!_]*.py"))
-    modules += [f"integrations.{path.stem}" for path in bridges]
-    for name in modules:
-        content = f"# mirrordp.{name}\n\n::: mirrordp.{name}\n"
-        files.append(File.generated(config, f"api/{name}.md", content=content))
-    pages = [page.src_uri for page in files.documentation_pages()]
-    written = [uri for uri in pages if not uri.startswith("api/")]
-    known = [uri for uri in ORDER if uri in written]
-    later = sorted(set(written) - set(known))
-    config.nav = [
-        {"Guide": [*known, *later]},
-        {"API reference": [{name: f"api/{name}.md"} for name in modules]},
-    ]
+    """Adds the reference, after the written pages."""
+    defined = _definitions()
+    pages, entries = {"api/index.md": _opening(defined)}, ["api/index.md"]
+    for name in REFERENCE:
+        if (PACKAGE / f"{name}.py").exists():
+            pages[f"api/{name}.md"] = f"# mirrordp.{name}\n\n::: mirrordp.{name}\n"
+            entries.append({name: f"api/{name}.md"})
+        elif (PACKAGE / name / "__init__.py").exists():
+            modules = _modules(PACKAGE / name)
+            pages[f"api/{name}/index.md"] = _wing(name, modules, defined)
+            for module in modules:
+                pages[f"api/{name}/{module}.md"] = (
+                    f"# mirrordp.{name}.{module}\n\n::: mirrordp.{name}.{module}\n"
+                )
+            inner = [{module: f"api/{name}/{module}.md"} for module in modules]
+            entries.append({name: [f"api/{name}/index.md", *inner]})
+        else:
+            log.warning("docs/hooks.py names mirrordp.%s, which does not exist", name)
+    for name in sorted({*_modules(PACKAGE)} - {*REFERENCE} - NOT_REFERENCE):
+        log.warning("mirrordp.%s is not in the reference; add it to docs/hooks.py", name)
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    config.nav = [*config.nav, {"Reference": entries}]
     return files
 
 
@@ -60,3 +84,77 @@ def on_page_markdown(markdown, page, config, files):
     del page, config, files
     # [text](../path) becomes text (path): true in the repository and on the site.
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)\)", r"\1 (`\2`)", markdown)
+
+
+def _modules(folder: Path) -> list[str]:
+    """The public modules and packages of a package."""
+    return sorted(
+        path.stem
+        for path in folder.iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists())
+        and not path.stem.startswith("_")
+    )
+
+
+def _definitions() -> dict[str, list[str]]:
+    """Where each public class or function of a module in the reference is defined."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if any(part.startswith("_") for part in parts) or (parts[1:2] and parts[1] not in REFERENCE):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(".".join((*parts, node.name)))
+    return found
+
+
+def _exported(init: Path) -> list[str]:
+    """The names in `__all__`, where it is a plain list."""
+    for node in ast.parse(init.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements)):
+                return [str(e.value) for e in elements if isinstance(e, ast.Constant)]
+    return []
+
+
+def _linked(names: Iterable[str], defined: dict[str, list[str]]) -> str:
+    """A list of names, each linked to where it is documented if that is one place."""
+
+    def link(name: str) -> str:
+        places = defined.get(name, [])
+        return f"[`{name}`][{places[0]}]" if len(places) == 1 else f"`{name}`"
+
+    return ", ".join(link(name) for name in names)
+
+
+def _opening(defined: dict[str, list[str]]) -> str:
+    names = _linked(_exported(PACKAGE / "__init__.py"), defined)
+    wings = "\n".join(
+        f"- [`mirrordp.{name}`]({name}.md)"
+        if (PACKAGE / f"{name}.py").exists()
+        else f"- [`mirrordp.{name}`]({name}/index.md): {_first_sentence(PACKAGE / name)}"
+        for name in REFERENCE
+        if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
+    )
+    return (
+        "# Reference\n\nThis part is generated from the docstrings of the package.\n\n"
+        f"## Names at the top\n\nThese can be imported from `mirrordp` itself: {names}.\n\n"
+        f"## The wings\n\nEverything else is imported from its wing.\n\n{wings}\n"
+    )
+
+
+def _wing(name: str, modules: list[str], defined: dict[str, list[str]]) -> str:
+    names = _exported(PACKAGE / name / "__init__.py")
+    exported = f"From `mirrordp.{name}`: {_linked(names, defined)}.\n\n" if names else ""
+    listed = "\n".join(f"- [`mirrordp.{name}.{module}`]({module}.md)" for module in modules)
+    return (
+        f"# mirrordp.{name}\n\n::: mirrordp.{name}\n    options:\n      members: false\n\n"
+        f"{exported}{listed}\n"
+    )
+
+
+def _first_sentence(package: Path) -> str:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+    return (docstring or "").partition("\n\n")[0].replace("\n", " ")
