@@ -102,7 +102,8 @@ def _definitions() -> dict[str, list[str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if any(part.startswith("_") for part in parts) or (parts[1:2] and parts[1] not in REFERENCE):
+        is_private = any(part.startswith("_") for part in parts)
+        if is_private or len(parts) < 2 or parts[1] not in REFERENCE:
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
