@@ -1,4 +1,4 @@
-"""Hooks of the documentation build: the reference, the version, and links into the repository.
+"""Hooks of the documentation build: the reference, its doctests, the version, and links.
 
 The order of the written pages is `nav` in mkdocs.yml. The reference follows the wings of the
 package: `REFERENCE` names them in the order of the picture in the overview, and the modules of a
@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+from markdown import Extension
+from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +51,7 @@ def on_config(config):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         config.site_name = f"{config.site_name} {project['version']}"
         config.extra.pop("version", None)
+    config.markdown_extensions.append(_Doctests())
     return config
 
 
@@ -86,6 +89,33 @@ def on_page_markdown(markdown, page, config, files):
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)\)", r"\1 (`\2`)", markdown)
 
 
+class _Doctests(Extension):
+    """Shows doctests as code; Markdown alone takes `>>>` for a quotation of a quotation."""
+
+    def extendMarkdown(self, md):
+        """Registers the preprocessor, ahead of that of fenced code."""
+        md.preprocessors.register(_FenceDoctests(md), "fence_doctests", 40)
+
+
+class _FenceDoctests(Preprocessor):
+    """Puts fences around paragraphs that begin with `>>>`."""
+
+    def run(self, lines):
+        """Returns the lines with the fences."""
+        found, indent, is_fenced = [], None, False
+        for line in [*lines, ""]:
+            if line.lstrip().startswith("```"):
+                is_fenced = not is_fenced
+            if indent is None and not is_fenced and line.lstrip().startswith(">>> "):
+                indent = line[: len(line) - len(line.lstrip())]
+                found.append(f"{indent}```pycon")
+            elif indent is not None and not line.strip():
+                found.append(f"{indent}```")
+                indent = None
+            found.append(line)
+        return found[:-1]
+
+
 def _modules(folder: Path) -> list[str]:
     """The public modules and packages of a package."""
     return sorted(
@@ -112,12 +142,15 @@ def _definitions() -> dict[str, list[str]]:
 
 
 def _exported(init: Path) -> list[str]:
-    """The names in `__all__`, where it is a plain list."""
-    for node in ast.parse(init.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements)):
-                return [str(e.value) for e in elements if isinstance(e, ast.Constant)]
-    return []
+    """The names that a package exports: its imports under `if TYPE_CHECKING:`."""
+    statements = [
+        statement
+        for block in ast.parse(init.read_text(encoding="utf-8")).body
+        if isinstance(block, ast.If)
+        for statement in block.body
+    ]
+    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
+    return sorted({alias.asname or alias.name for found in imports for alias in found.names})
 
 
 def _linked(names: Iterable[str], defined: dict[str, list[str]]) -> str:
