@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 
 from markdown import Extension
@@ -58,7 +57,7 @@ def on_config(config):
 def on_files(files, config):
     """Adds the reference, after the written pages."""
     defined = _definitions()
-    pages, entries = {"api/index.md": _opening(defined)}, ["api/index.md"]
+    pages, entries = {"api/index.md": _opening(defined)}, [{"Names and wings": "api/index.md"}]
     for name in REFERENCE:
         if (PACKAGE / f"{name}.py").exists():
             pages[f"api/{name}.md"] = f"# mirrordp.{name}\n\n::: mirrordp.{name}\n"
@@ -71,7 +70,7 @@ def on_files(files, config):
                     f"# mirrordp.{name}.{module}\n\n::: mirrordp.{name}.{module}\n"
                 )
             inner = [{module: f"api/{name}/{module}.md"} for module in modules]
-            entries.append({name: [f"api/{name}/index.md", *inner]})
+            entries.append({name: [{f"mirrordp.{name}": f"api/{name}/index.md"}, *inner]})
         else:
             log.warning("docs/hooks.py names mirrordp.%s, which does not exist", name)
     for name in sorted({*_modules(PACKAGE)} - {*REFERENCE} - NOT_REFERENCE):
@@ -126,9 +125,9 @@ def _modules(folder: Path) -> list[str]:
     )
 
 
-def _definitions() -> dict[str, list[str]]:
-    """Where each public class or function of a module in the reference is defined."""
-    found: dict[str, list[str]] = {}
+def _definitions() -> set[str]:
+    """The public classes and functions of the modules in the reference, with their paths."""
+    found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
@@ -136,41 +135,33 @@ def _definitions() -> dict[str, list[str]]:
         if is_private or len(parts) < 2 or parts[1] not in REFERENCE:
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(".".join((*parts, node.name)))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(".".join((*parts, node.name)))
     return found
 
 
-def _exported(init: Path) -> list[str]:
-    """The names that a package exports: its imports under `if TYPE_CHECKING:`."""
-    statements = [
-        statement
+def _exported(init: Path, defined: set[str]) -> str:
+    """The names that a package imports under `if TYPE_CHECKING:`, linked where they can be."""
+    places = {
+        alias.asname or alias.name: f"{statement.module}.{alias.name}"
         for block in ast.parse(init.read_text(encoding="utf-8")).body
         if isinstance(block, ast.If)
         for statement in block.body
-    ]
-    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
-    return sorted({alias.asname or alias.name for found in imports for alias in found.names})
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    return ", ".join(
+        f"[`{name}`][{place}]" if place in defined else f"`{name}`"
+        for name, place in sorted(places.items())
+    )
 
 
-def _linked(names: Iterable[str], defined: dict[str, list[str]]) -> str:
-    """A list of names, each linked to where it is documented if that is one place."""
-
-    def link(name: str) -> str:
-        places = defined.get(name, [])
-        return f"[`{name}`][{places[0]}]" if len(places) == 1 else f"`{name}`"
-
-    return ", ".join(link(name) for name in names)
-
-
-def _opening(defined: dict[str, list[str]]) -> str:
-    names = _linked(_exported(PACKAGE / "__init__.py"), defined)
+def _opening(defined: set[str]) -> str:
+    names = _exported(PACKAGE / "__init__.py", defined)
     wings = "\n".join(
-        f"- [`mirrordp.{name}`]({name}.md)"
-        if (PACKAGE / f"{name}.py").exists()
-        else f"- [`mirrordp.{name}`]({name}/index.md): {_first_sentence(PACKAGE / name)}"
+        f"- [`mirrordp.{name}`]({name}{'' if source.suffix else '/index'}.md): {_summary(source)}"
         for name in REFERENCE
-        if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
+        for source in _sources(PACKAGE / name)
     )
     return (
         "# Reference\n\nThis part is generated from the docstrings of the package.\n\n"
@@ -179,16 +170,28 @@ def _opening(defined: dict[str, list[str]]) -> str:
     )
 
 
-def _wing(name: str, modules: list[str], defined: dict[str, list[str]]) -> str:
-    names = _exported(PACKAGE / name / "__init__.py")
-    exported = f"From `mirrordp.{name}`: {_linked(names, defined)}.\n\n" if names else ""
-    listed = "\n".join(f"- [`mirrordp.{name}.{module}`]({module}.md)" for module in modules)
+def _wing(name: str, modules: list[str], defined: set[str]) -> str:
+    names = _exported(PACKAGE / name / "__init__.py", defined)
+    exported = f"These can be imported from `mirrordp.{name}`: {names}.\n\n" if names else ""
+    listed = "\n".join(
+        f"- [`mirrordp.{name}.{module}`]({module}.md): {_summary(source)}"
+        for module in modules
+        for source in _sources(PACKAGE / name / module)
+    )
     return (
         f"# mirrordp.{name}\n\n::: mirrordp.{name}\n    options:\n      members: false\n\n"
         f"{exported}{listed}\n"
     )
 
 
-def _first_sentence(package: Path) -> str:
-    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
-    return (docstring or "").partition("\n\n")[0].replace("\n", " ")
+def _sources(path: Path) -> list[Path]:
+    """The module or package at a path without its suffix, if there is one."""
+    found = [path.with_suffix(".py"), path]
+    return [source for source in found if source.is_file() or (source / "__init__.py").exists()]
+
+
+def _summary(source: Path) -> str:
+    """The first paragraph of a module's docstring."""
+    file = source if source.is_file() else source / "__init__.py"
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n\n")[0].replace("\n", " ")
