@@ -1,6 +1,6 @@
 """Mutation testing: breaks the library on purpose, one line at a time, and looks who notices.
 
-    python tests/mutate.py --sample 40 --seed 0 --out mutants.jsonl mirrordp/privacy mirrordp/spending
+    python tests/mutate.py --sample 40 --seed 0 --out mutants.jsonl mirrordp/privacy
 
 A mutant is a copy of the package in which one expression is changed: a comparison, an arithmetic
 or boolean operator, a constant, a condition, or a `raise` that is left out. The tests that
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+WINGS = ["mirrordp/privacy", "mirrordp/spending", "mirrordp/training"]
 
 # For the files of a folder, or for one file, the tests that are to notice.
 TESTS = {
@@ -123,13 +124,17 @@ def outcome(path: str, source: str, seconds: float) -> str:
 def main() -> int:
     """Prints a line per mutant and the share that was killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("where", nargs="*", default=[f"mirrordp/{w}" for w in ("privacy", "spending", "training")])  # fmt: skip
+    parser.add_argument("where", nargs="*", default=WINGS, help="folders and files")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to try")
     parser.add_argument("--seed", type=int, default=0, help="decides which ones")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds per mutant")
     parser.add_argument("--out", type=Path, help="a file for one JSON line per mutant")
     options = parser.parse_args()
-    files = [p for w in options.where for p in ([ROOT / w] if w.endswith(".py") else sorted((ROOT / w).rglob("*.py")))]  # fmt: skip
+    files = [
+        file
+        for place in options.where
+        for file in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]
+    ]
     every = [
         (str(file.relative_to(ROOT)), line, what, tree)
         for file in files
@@ -144,8 +149,9 @@ def main() -> int:
         counts[found] += 1
         print(f"{found:22} {path}:{line} {what} [{time.monotonic() - began:.0f} s]", flush=True)
         if options.out is not None:
+            facts = {"path": path, "line": line, "what": what, "outcome": found}
             with options.out.open("a") as out:
-                out.write(json.dumps({"path": path, "line": line, "what": what, "outcome": found}) + "\n")  # fmt: skip
+                out.write(json.dumps(facts) + "\n")
     print(f"{len(every)} mutants, {len(chosen)} tried: {dict(counts)}")
     return 0
 
