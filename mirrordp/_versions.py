@@ -4,7 +4,7 @@ import contextlib
 import importlib.metadata
 import platform
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 
