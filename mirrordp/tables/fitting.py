@@ -22,11 +22,13 @@ from dp_accounting import gaussian_mechanism
 
 from mirrordp._warn import warn
 from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
+from mirrordp.mirror import families
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.spending import files as _files
 from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Ledger
 from mirrordp.tables import (
     TASKS,
     ClassTarget,
@@ -99,13 +101,9 @@ class TableModel:
         scores = self.encoding.encode_features(table) @ self.coefficients.T + self.intercepts
         target = self.encoding.target
         if isinstance(target, NumberTarget):
-            # exp of more is infinite.
-            means = np.exp(np.minimum(scores[:, 0], 700)) if target.is_count else scores[:, 0]
-            return {"prediction": means}
-        if scores.shape[1] == 1:
-            scores = np.column_stack([np.zeros(len(scores)), scores])
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares = weights / weights.sum(axis=1, keepdims=True)
+            family = families.POISSON if target.is_count else families.SQUARED_ERROR
+            return {"prediction": family.mean(scores)[:, 0]}
+        shares = families.class_probabilities(scores)
         columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
         return columns | {
             f"probability of {name}": shares[:, index] for index, name in enumerate(target.classes)
@@ -262,7 +260,7 @@ def fit_files(
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
     test: str | os.PathLike[str] | None = None,
-    budget: Budget | None = None,
+    spend: Ledger | Budget | None = None,
     data_changed: bool = False,
     checkpoint: Checkpoint | None = None,
     stage: Stage = _silent,
@@ -302,10 +300,10 @@ def fit_files(
             f"expected two different files, got {str(private)!r} as private and as public table; "
             "private rows do not become public by being named so."
         )
-    adjacency = Adjacency.ZERO_OUT
+    adjacency = Adjacency.ZERO_OUT if spend is None else _adjacency_of(spend)
+    budget = spend if isinstance(spend, Budget) else None
     if budget is not None:
         delta = budget.status.delta if delta is None else delta
-        adjacency = _adjacency_of(budget)
         # A run that is resumed may have been charged; what is still missing is asked for later.
         if checkpoint is None or not checkpoint.resume:
             _require_room(budget, epsilon, delta)
@@ -356,7 +354,7 @@ def fit_files(
             X_public=known.features[usable],
             y_public=known.target[usable],
             counts=~secret.unusable,
-            budget=budget,
+            spend=spend,
             checkpoint=checkpoint,
         )
     report = dataclasses.replace(
@@ -437,15 +435,15 @@ def _judged(
     }
 
 
-def _adjacency_of(budget: Budget) -> Adjacency:
-    if budget.unit != "example" or not budget.adjacency.num_examples_is_public:
+def _adjacency_of(spend: Ledger | Budget) -> Adjacency:
+    unit = spend.unit if isinstance(spend, Budget) else "example"
+    if unit != "example" or not spend.adjacency.num_examples_is_public:
         raise TableError(
-            "expected a budget for rows of which the number is public (unit example, adjacency "
-            f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
-            "fit cannot be charged to it. Make a budget of its own for fits; what the two promise "
-            "adds up."
+            "expected a budget for rows whose number is public (unit example, adjacency zero-out "
+            f"or replace), got unit {unit}, adjacency {spend.adjacency.value}, to which a fit "
+            "cannot be charged; make a separate budget for fits. What the two promise adds up."
         )
-    return budget.adjacency
+    return spend.adjacency
 
 
 def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
