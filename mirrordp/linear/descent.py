@@ -181,9 +181,10 @@ def private_descent(
 class _NoiseStream:
     """A function that adds a mechanism's noise to one sum after the other, in float64.
 
-    The noise is added in units of its own deviation, σC (s/(σC) + N(0, 1)), on a vector padded to a round
-    length. One compiled function then serves every σ and C, and most numbers of parameters. Secure
-    noise is added to the sum as it is, since its lattice was accounted for with this σC and p.
+    The noise is added in units of its standard deviation, σC (s/(σC) + N(0, 1)), on a vector padded
+    to a round length. One compiled function then serves every σ and C, and most numbers of
+    parameters. Secure noise is added to the sum as it is, since its lattice was accounted for with
+    this σC and p.
     """
 
     def __init__(self, mechanism: Mechanism, size: int, key: jax.Array):
