@@ -1,5 +1,6 @@
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import mirrordp
 from mirrordp import cli, demo
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, epsilon as exact_epsilon, full_batch_event
+from mirrordp.tables import TASKS
 from tests.test_demo import TINY
 
 CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]
@@ -203,16 +205,16 @@ BAD = {
     "mistyped option before the command": (["--verison"], "(did you mean --version?)"),
     "mistyped command": (["calibrat"], "got 'calibrat' (did you mean calibrate?)"),
     "mistyped command of a command": (["budget", "shwo"], "got 'shwo' (did you mean show?)"),
-    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "expected one of --steps, --epochs"),
+    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "arguments --steps --epochs is required"),
     "steps and epochs": (
         [*ACCOUNT, *SMALL, "--epochs", "3"],
-        "either --steps or --epochs, got both",
+        "argument --epochs: not allowed with argument --steps",
     ),
     "too many epochs": (
         [*ACCOUNT, *SMALL[:2], "--epochs", "1e6", "--delta", "1e-5"],
         "at most 10000000 steps, got 100000000",
     ),
-    "missing value": (["account", "--noise-multiplier"], "expected a value, got none"),
+    "missing value": (["account", "--noise-multiplier"], "expected one argument"),
     "not a number": ([*ACCOUNT, *SMALL[:2], "--steps", "many"], "got 'many'"),
     "fractional steps": ([*ACCOUNT, *SMALL[:2], "--steps", "1.5"], "positive integer, got '1.5'"),
     "too many steps": (
@@ -255,11 +257,11 @@ BAD = {
     "fixed with zero-out": ([*ACCOUNT, *CIFAR, "--sampling", "fixed"], "--adjacency replace"),
     "fixed with pld": (
         [*ACCOUNT, *CIFAR, "--sampling", "fixed", "--adjacency", "replace", "--accountant", "pld"],
-        "use --accountant rdp",
+        "PLD cannot analyse fixed-size sampling under replace adjacency. Use RDP.",
     ),
     "rdp with Poisson and replace": (
         [*ACCOUNT, *SMALL, "--adjacency", "replace", "--accountant", "rdp"],
-        "use --accountant pld",
+        "RDP cannot analyse Poisson sampling under replace adjacency. Use PLD.",
     ),
     "full with a batch": ([*ACCOUNT, *CIFAR, "--sampling", "full"], "got --batch-size 500"),
     "full with q": ([*ACCOUNT, *SMALL, "--sampling", "full"], "got --sampling-prob 0.01"),
@@ -269,7 +271,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, words):
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -400,16 +402,57 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert errors == b""
 
 
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        ("expected a, got b. Check the path.", "expected a, got b; check the path."),
-        ("got b. Use Budget.open(x), e.g. now. FileLedger(x) too.",
-         "got b; use Budget.open(x), e.g. now; FileLedger(x) too."),
-        ("got 0.5. PLD is not it. A run, say", "got 0.5; PLD is not it; a run, say."),
-        ("got b. 'mirrordp fit' helps. Budget.open(x) too.",
-         "got b; 'mirrordp fit' helps; Budget.open(x) too."),
-    ],
-)  # fmt: skip
-def test_a_message_of_several_sentences_becomes_one(message, sentence):
-    assert cli._common.sentence(ValueError(message)) == sentence
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [*ACCOUNT, *SMALL]])
+def test_jax_is_not_imported(arguments):
+    """It takes seconds."""
+    code = f"""
+import sys
+from mirrordp import cli
+try:
+    assert cli.main({arguments!r}) == 0
+except SystemExit as stopped:
+    assert stopped.code == 0
+assert not {{"jax", "jax_privacy", "optax", "sklearn", "matplotlib"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_choices_are_those_of_the_library():
+    """The command line repeats them, since it parses options before it imports the library."""
+    assert set(cli._common.ADJACENCIES) == {kind.value for kind in Adjacency}
+    assert cli.budget.UNITS == accounting.UNITS
+    assert cli.fit.TASKS == TASKS
+
+
+# Starts the command as the installed script does, and says when.
+STARTED = """
+import sys
+sys.argv = ["mirrordp", *sys.argv[1:]]
+print("started", flush=True)
+from mirrordp.cli import command
+command()
+"""
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 1.0, 3.0, 6.0])
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--quiet"]], ids=["help", "demo"])
+def test_interruption_at_any_time_has_no_traceback(tmp_path, arguments, delay):
+    """Also in the middle of an import."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTED, *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "started\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    if process.returncode == 0:
+        # It had finished before.
+        assert errors == ""
+    else:
+        assert process.returncode == 130
+        assert errors.startswith("mirrordp: interrupted.")
+        assert errors.count("\n") == 1
