@@ -36,11 +36,12 @@ def lazily(
     modules = {found.name for found in pkgutil.iter_modules([str(Path(file).parent)])}
 
     def get(name: str) -> Any:
+        # Modules first: `from mirrordp import mirror` asks this function for the module itself.
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
         if name in sources:
             module, original = sources[name]
             return getattr(importlib.import_module(module), original)
-        if name in modules:
-            return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
