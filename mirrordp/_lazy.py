@@ -36,12 +36,12 @@ def lazily(
     }
 
     def get(name: str) -> Any:
-        # Modules come first: `from mirrordp import mirror` asks this function for the module.
+        module, original = sources.get(name, (package, name))
+        # An import from the package itself, such as `from mirrordp import mirror`, is a module.
+        if module != package:
+            return getattr(importlib.import_module(module), original)
         if importlib.util.find_spec(f"{package}.{name}") is not None:
             return importlib.import_module(f"{package}.{name}")
-        if name in sources:
-            module, original = sources[name]
-            return getattr(importlib.import_module(module), original)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

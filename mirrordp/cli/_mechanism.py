@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.cli._common import (
     UsageError,
@@ -247,7 +248,6 @@ def print_guarantee(
     """
     with computing():
         from mirrordp.privacy import accounting
-        from mirrordp.report import upwards
 
         event = make_event(noise_multiplier)
         options = accountant_options(arguments) | {"accountant": _affordable(arguments, event)}

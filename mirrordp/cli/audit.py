@@ -6,6 +6,7 @@ import math
 import textwrap
 from typing import Any
 
+from mirrordp._rounding import downwards, upwards
 from mirrordp.cli._common import (
     UsageError,
     add_command,
@@ -58,13 +59,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=seed, metavar="N", help="makes the audit repeatable")
 
 
-def _downwards(bound: float) -> str:
-    """Returns three decimals, rounded down, so that no more is stated than was proved."""
-    if not bound < 1e6:
-        return "infinite" if math.isinf(bound) else f"{bound:.0e}"
-    return f"{math.floor(1000 * bound) / 1000:.3f}"
-
-
 def _chosen(kind: Any, name: str) -> list[Any]:
     return list(kind) if name == "all" else [kind(name)]
 
@@ -87,7 +81,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from mirrordp import auditing
     from mirrordp.privacy.mechanism import Mechanism
     from mirrordp.privacy.sampling import PoissonSampling
-    from mirrordp.report import upwards
 
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(
@@ -138,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for result in found:
         print(
             f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
-            f"{upwards(result.reported):>8}{_downwards(result.lower_bound):>10}  "
+            f"{upwards(result.reported):>8}{downwards(result.lower_bound):>10}  "
             + ("REFUTED" if result.refuted else _noticed(result.notices))
         )
         for problem in result.problems:

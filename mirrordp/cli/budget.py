@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mirrordp._rounding import percent_upwards, upwards
 from mirrordp.cli._common import (
     Parser,
     UsageError,
@@ -152,7 +153,6 @@ def _show(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     with library_errors(), patiently("searching for what fits"):
         from mirrordp.privacy import accounting
-        from mirrordp.report import percent_upwards, upwards
         from mirrordp.spending.budget import Budget
 
         budget = Budget.view(arguments.folder)
@@ -220,7 +220,6 @@ def _nothing_fits(budget: "Budget", used: str) -> str:
 
 
 def _print_status(arguments: argparse.Namespace, status: "BudgetStatus") -> None:
-    from mirrordp.report import percent_upwards, upwards
 
     if arguments.json:
         print_json(

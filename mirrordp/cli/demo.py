@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mirrordp._rounding import upwards
 from mirrordp.cli._common import UsageError, add_command, interruptible, print_json, seed
 
 DEFAULT_FOLDER = "mirrordp-demo"
@@ -39,9 +40,9 @@ def _run(arguments: argparse.Namespace) -> int:
     folder = _writable(arguments.out)
 
     from mirrordp import demo
-    from mirrordp.report import NOT_FOR_RELEASE, upwards
+    from mirrordp.report import NOT_FOR_RELEASE
 
-    settings = demo.Settings()
+    settings = demo.DemoSettings()
     if not arguments.quiet:
         print(
             f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mirrordp._rounding import percent_upwards, upwards
 from mirrordp._warn import warn
 from mirrordp.cli._common import (
     UsageError,
@@ -181,7 +182,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds: float) -> None:
-    from mirrordp.report import NOT_FOR_RELEASE, percent_upwards, upwards
+    from mirrordp.report import NOT_FOR_RELEASE
 
     report, model = fitted.report, fitted.model
     if arguments.json:
@@ -265,7 +266,7 @@ def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:
 
 def _finish_again(arguments: argparse.Namespace, run_folder: Path) -> int:
     """Removes the secrets of a run that was cut off after its model had been written."""
-    from mirrordp.report import RunReport, upwards
+    from mirrordp.report import RunReport
     from mirrordp.tables.fitting import TableModel
 
     TableModel.load(arguments.out)

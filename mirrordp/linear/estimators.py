@@ -583,7 +583,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             mechanism,
             delta,
             charged_steps=settings.num_steps,
-            budget=budget,
+            spend=budget,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
             tuning=tuning,
             shown_without_protection=shown,

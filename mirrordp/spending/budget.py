@@ -31,6 +31,7 @@ import dp_accounting
 import numpy as np
 
 from mirrordp import _validate
+from mirrordp._rounding import floored, percent_upwards
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import UNITS, Adjacency, DpEvent
 from mirrordp.spending import files as _files, fingerprint as _fingerprint
@@ -274,7 +275,7 @@ class Budget:
         runs = f"{status.runs} run{'s' * (status.runs != 1)}"
         return [
             ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
-            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("used", f"{percent_upwards(status.used)} used by {runs}"),
             ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
         ]
 
@@ -334,7 +335,7 @@ class Budget:
             return 0.0
         event = dp_accounting.GaussianDpEvent(self.least_noise)
         found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
-        return math.floor(found * 1e3) / 1e3
+        return floored(found, 3)
 
     def check_data(self, data: Data, *, data_changed: bool = False) -> None:
         """Raises a `BudgetError` unless the budget is for this data or the change is acknowledged.
@@ -525,10 +526,10 @@ class Budget:
             left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
         raise BudgetError(
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
-            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
-            f"{_percent(share)}; {left}.{advice} Add noise, take fewer steps, or stop here. Costs "
-            "add up at fixed Renyi orders, which takes a little more than the epsilon of each run "
-            "alone suggests."
+            f"{self._delta:g}, of which {percent_upwards(self.status.used)} is used, got one that "
+            f"takes {percent_upwards(share)}; {left}.{advice} Add noise, take fewer steps, or stop "
+            "here. Costs add up at fixed Renyi orders, which takes a little more than the epsilon "
+            "of each run alone suggests."
         )
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
@@ -626,7 +627,3 @@ def _divergences(event: DpEvent, orders: tuple[float, ...], adjacency: Adjacency
     found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
     found.flags.writeable = False
     return found
-
-
-def _percent(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 10:g}%" if math.isfinite(share) else "far more than 100%"
