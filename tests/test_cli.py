@@ -9,6 +9,7 @@ import pytest
 
 import mirrordp
 from mirrordp import cli, demo
+from mirrordp.cli import _common, budget, fit
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, epsilon as exact_epsilon, full_batch_event
 from mirrordp.tables import TASKS
@@ -22,7 +23,7 @@ ACCOUNT = ["account", "--noise-multiplier", "1.5"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """How long things take must not decide what tests see."""
-    monkeypatch.setattr(cli._common, "_PATIENCE", 1e6)
+    monkeypatch.setattr(_common, "_PATIENCE", 1e6)
 
 
 def run_json(capsys, *arguments):
@@ -306,7 +307,7 @@ def test_version(capsys):
 
 
 def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
     assert (
         cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
     )
@@ -322,7 +323,7 @@ def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
 
 
 def test_demo_prints_a_table(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     for words in ("DP-SGD, cold", "DP-SGD, warm", "PDA-DPMD", "<- best", str(tmp_path), "Took"):
@@ -355,7 +356,7 @@ def test_installed_command():
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (False, False), (False, True)])
 def test_what_takes_long_is_said(capsys, monkeypatch, terminal, quiet):
-    monkeypatch.setattr(cli._common, "_PATIENCE", 0.01)
+    monkeypatch.setattr(_common, "_PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     slow = accounting.epsilon
     monkeypatch.setattr(
@@ -376,7 +377,7 @@ def test_what_should_not_happen_has_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(accounting, "epsilon", broken)
     assert cli.main([*ACCOUNT, *SMALL]) == 70
     captured = capsys.readouterr()
-    assert "RuntimeError (test_cli.py, line" in captured.err
+    assert "unexpected RuntimeError occurred (test_cli.py, line" in captured.err
     assert "Alice" not in captured.err
     assert captured.err.count("\n") == 1
     monkeypatch.setenv("MIRRORDP_TRACEBACK", "1")
@@ -419,9 +420,9 @@ assert not {{"jax", "jax_privacy", "optax", "sklearn", "matplotlib"}} & set(sys.
 
 def test_choices_are_those_of_the_library():
     """The command line repeats them, since it parses options before it imports the library."""
-    assert set(cli._common.ADJACENCIES) == {kind.value for kind in Adjacency}
-    assert cli.budget.UNITS == accounting.UNITS
-    assert cli.fit.TASKS == TASKS
+    assert set(_common.ADJACENCIES) == {kind.value for kind in Adjacency}
+    assert budget.UNITS == accounting.UNITS
+    assert fit.TASKS == TASKS
 
 
 # Starts the command as the installed script does, and says when.
