@@ -33,11 +33,14 @@ def command() -> NoReturn:
     Ctrl-C ends the process at once, also in the middle of an import, except where a command asks
     for a `KeyboardInterrupt` in order to clean up (`_common.interruptible`).
     """
-    signal.signal(signal.SIGINT, leave)
+    # A command in the background of a script ignores the signal, and must go on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
     sys.unraisablehook = _leave_if_interrupted
     code = main()
-    # The work is done, and Ctrl-C while Python shuts down must not deny it.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    if signal.getsignal(signal.SIGINT) is leave:
+        # The work is done, so Ctrl-C while Python shuts down no longer interrupts it.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     if code == INTERRUPTED:
         # Computations may be in flight, and would fail noisily in a regular shutdown.
         sys.stderr.flush()

@@ -128,10 +128,8 @@ def steps_of(arguments: argparse.Namespace, q: Fraction) -> int:
 def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEvent, Fraction]:
     """Returns the event as a function of noise multiplier and steps, and the probability q."""
     n, batch, q = arguments.num_examples, arguments.batch_size, arguments.sampling_prob
-    given = [f"--{name}" for name, value in (
-        ("num-examples", n), ("batch-size", batch), ("sampling-prob", q)
-    ) if value is not None]  # fmt: skip
-    came = " and ".join(given) or "neither"
+    options = {"--num-examples": n, "--batch-size": batch, "--sampling-prob": q}
+    given = " and ".join(name for name in options if options[name] is not None) or "neither"
     if q is not None and batch is not None:
         raise UsageError(
             "expected either --sampling-prob or --num-examples with --batch-size, got both; "
@@ -144,9 +142,9 @@ def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEven
         )
     if arguments.sampling == "full":
         if (q is not None and q != 1) or (batch is not None and batch != n):
-            came = f"--sampling-prob {q:g}" if q is not None else f"--batch-size {batch}"
+            given = f"--sampling-prob {q:g}" if q is not None else f"--batch-size {batch}"
             raise UsageError(
-                f"expected every record in every batch with --sampling full, got {came}; leave it "
+                f"expected every record in every batch with --sampling full, got {given}; leave it "
                 "out, or use --sampling poisson."
             )
         prob = Fraction(1)
@@ -156,12 +154,12 @@ def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEven
         prob = Fraction(batch, n)
     elif arguments.sampling == "fixed":
         raise UsageError(
-            f"expected --num-examples and --batch-size with --sampling fixed, got {came}; give "
+            f"expected --num-examples and --batch-size with --sampling fixed, got {given}; give "
             "both."
         )
     else:
         raise UsageError(
-            f"expected --num-examples with --batch-size, or --sampling-prob, got {came}; give one "
+            f"expected --num-examples with --batch-size, or --sampling-prob, got {given}; give one "
             "of the two."
         )
     if arguments.sampling == "fixed" and adjacency != "replace":
@@ -174,9 +172,8 @@ def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEven
         from mirrordp.privacy import accounting
 
         if arguments.sampling == "fixed":
-            return accounting.fixed_size_event(
-                noise_multiplier, num_examples=n, batch_size=batch, num_steps=num_steps
-            )
+            sizes = {"num_examples": arguments.num_examples, "batch_size": arguments.batch_size}
+            return accounting.fixed_size_event(noise_multiplier, num_steps=num_steps, **sizes)
         return accounting.poisson_event(
             noise_multiplier, sampling_prob=float(prob), num_steps=num_steps
         )
@@ -250,7 +247,8 @@ def print_guarantee(
         from mirrordp.privacy import accounting
 
         event = make_event(noise_multiplier)
-        options = accountant_options(arguments) | {"accountant": _affordable(arguments, event)}
+        options = accountant_options(arguments)
+        options["accountant"] = _affordable(arguments, event)
         found = accounting.epsilon(event, arguments.delta, **options)
     if not math.isfinite(found.epsilon):
         raise UsageError(
