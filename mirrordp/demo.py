@@ -21,17 +21,13 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from mirrordp._rounding import upwards
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.privacy.accounting import Accountant
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
-from mirrordp.report import (
-    Curve,
-    RunReport,
-    comparison_figure,
-    upwards,
-    write_atomically,
-)
+from mirrordp.report import Curve, RunReport, comparison_figure
+from mirrordp.spending.files import write_atomically
 from mirrordp.spending.ledger import Ledger
 from mirrordp.training.central import train
 from mirrordp.types import AlphaSchedule, Batch, Params, PyTree
@@ -50,7 +46,7 @@ SETTING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Everything that decides what the demonstration computes, apart from the seed."""
 
     epsilon: float = 0.5
@@ -143,7 +139,7 @@ class Task(NamedTuple):
     judge: Batch
 
 
-def make_task(settings: Settings, seed: int, trial: Sequence[int]) -> Task:
+def make_task(settings: DemoSettings, seed: int, trial: Sequence[int]) -> Task:
     """Draws one trial's rows; the labelling rule depends on the seed alone."""
     scales = np.arange(1, settings.num_features + 1) ** -0.5
     scales /= np.linalg.norm(scales)
@@ -192,7 +188,7 @@ def run_method(
     task: Task,
     warm: Params,
     *,
-    settings: Settings,
+    settings: DemoSettings,
     mechanism: Mechanism,
     learning_rate: float,
     seed: int,
@@ -233,7 +229,7 @@ def run_demo(
     folder: Path,
     *,
     seed: int = 0,
-    settings: Settings | None = None,
+    settings: DemoSettings | None = None,
     methods: Sequence[Method] = METHODS,
     progress: bool = True,
 ) -> DemoResult:
@@ -247,7 +243,7 @@ def run_demo(
         progress: show a progress bar on standard error.
     """
     began = time.perf_counter()
-    settings = settings or Settings()
+    settings = settings or DemoSettings()
     mechanism = settings.mechanism()
     tuning_runs = len(methods) * len(settings.learning_rates) * settings.tuning_trials
     total = tuning_runs + len(methods) * settings.trials
@@ -319,7 +315,7 @@ class _Progress:
         self._bar.close()
 
 
-def warm_params(settings: Settings, task: Task, seed: int) -> Params:
+def warm_params(settings: DemoSettings, task: Task, seed: int) -> Params:
     """The public optimum: stopped by held-out public rows, then fitted to all of them as long.
 
     Without the second fit the held-out fifth would be lost to the warm start but not to PDA-DPMD,
@@ -360,7 +356,11 @@ def _fit(params: Params, rows: Batch, epochs: jax.typing.ArrayLike) -> Params:
 
 
 def _choose_rates(
-    settings: Settings, mechanism: Mechanism, methods: Sequence[Method], seed: int, bar: _Progress
+    settings: DemoSettings,
+    mechanism: Mechanism,
+    methods: Sequence[Method],
+    seed: int,
+    bar: _Progress,
 ) -> dict[str, float]:
     """Each method's best rate of the one grid, by mean validation loss over tuning trials."""
     losses = {method.name: np.zeros(len(settings.learning_rates)) for method in methods}
@@ -379,7 +379,7 @@ def _choose_rates(
 
 
 def _compare(
-    settings: Settings,
+    settings: DemoSettings,
     mechanism: Mechanism,
     methods: Sequence[Method],
     rates: dict[str, float],
@@ -421,7 +421,7 @@ def _mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]
 
 
 def _results(
-    settings: Settings,
+    settings: DemoSettings,
     methods: Sequence[Method],
     rates: dict[str, float],
     outcomes: dict[str, list[Outcome]],

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from mirrordp import demo
-from mirrordp.demo import METHODS, Method, Settings, make_task, run_demo, run_method, sgd
+from mirrordp.demo import METHODS, DemoSettings, Method, make_task, run_demo, run_method, sgd
 from mirrordp.report import upwards
 from mirrordp.training import central as training
 
-TINY = Settings(
+TINY = DemoSettings(
     num_private=200,
     num_public=40,
     num_features=5,
@@ -80,7 +80,7 @@ def test_methods_share_rows_but_trials_do_not():
 
 
 def test_data_is_not_isotropic():
-    settings = Settings()
+    settings = DemoSettings()
     x = make_task(settings, 0, (1, 0)).private.arrays["x"]
     variances = x.var(axis=0)
     assert variances[0] > 50 * variances[-1]
@@ -139,7 +139,7 @@ def test_headline_claims_no_more_than_the_error_allows(gap, words):
 
 def test_pda_wins_by_more_than_the_error_bar():
     """The claim of the demonstration at its real size, with the rates that it chooses."""
-    settings = Settings()
+    settings = DemoSettings()
     mechanism = settings.mechanism()
     gaps = []
     for trial in range(4):

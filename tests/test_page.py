@@ -14,7 +14,7 @@ import pytest
 
 from mirrordp import cli
 from mirrordp.privacy import FullBatch
-from mirrordp.report import Curve, ReportError, RunReport, charts
+from mirrordp.report import Curve, ReportError, RunReport, card, charts
 from mirrordp.report.comparison import Comparison
 from mirrordp.report.page import comparison_page, report_page
 from tests.test_report import DELTA, make_mechanism
@@ -84,9 +84,9 @@ def test_page_says_what_the_card_says(seed):
     text = Page(report_page(report, run="run")).text
     for words in (
         report.statement(),
-        *(limit for limit in report.limits()),
-        *(value for _, value in report.numbers()),
-        *(label for label, _ in report.answers()),
+        *(limit for limit in card.limits(report)),
+        *(value for _, value in card.numbers(report)),
+        *(label for label, _ in card.answers(report)),
         "The budget spent over time",
         "Mean of 4 trials; bands are two standard errors",
         "loss one (best)",

@@ -169,7 +169,7 @@ def test_ledger_covers_everything_charged_to_it():
     ledger = Ledger(mechanism.adjacency)
     for _ in range(3):
         ledger.charge(mechanism.event)
-    report = RunReport.of(mechanism, DELTA, ledger=ledger)
+    report = RunReport.of(mechanism, DELTA, spend=ledger)
     assert report.epsilon == ledger.epsilon(DELTA, accountant=Accountant.RDP).epsilon
     assert report.epsilon > mechanism.epsilon(DELTA)
     assert "ledger" in report.scope
@@ -178,12 +178,12 @@ def test_ledger_covers_everything_charged_to_it():
 def test_ledger_without_the_run_is_refused():
     mechanism = make_mechanism()
     with pytest.raises(ValueError, match="at least this run"):
-        RunReport.of(mechanism, DELTA, ledger=Ledger(mechanism.adjacency))
+        RunReport.of(mechanism, DELTA, spend=Ledger(mechanism.adjacency))
 
 
 def test_ledger_of_another_adjacency_is_refused():
     with pytest.raises(ValueError, match="one adjacency"):
-        RunReport.of(make_mechanism(), DELTA, ledger=Ledger(Adjacency.REPLACE))
+        RunReport.of(make_mechanism(), DELTA, spend=Ledger(Adjacency.REPLACE))
 
 
 @pytest.mark.parametrize("results", [{"unprivatized_loss": 1.0}, {"a": {"Unprivatized": 1}}])

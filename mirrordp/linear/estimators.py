@@ -26,6 +26,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from mirrordp import _validate
+from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import _inputs, descent
@@ -40,7 +41,7 @@ from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.privacy.sampling import FullBatch
 from mirrordp.privacy.secure import require_cryptography
-from mirrordp.report import RunReport, upwards
+from mirrordp.report import RunReport
 from mirrordp.spending import fingerprint as _fingerprint
 from mirrordp.spending._fits import Fits, Lineage, Together
 from mirrordp.spending.budget import Budget
@@ -195,11 +196,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         noise = SecureGaussianNoise.of(plan.theta) if self.secure else GaussianNoise()
         mechanism = self._mechanism(len(X), delta, plan.settings, noise)
         check_spend(mechanism, spend, checkpoint)
-        ledger, budget = (None, spend) if isinstance(spend, Budget) else (spend, None)
         seed = _inputs.as_seed(self.random_state)
         theta, together = plan.theta, None
         if plan.settings.num_steps > 0:
-            if budget is None:
+            if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
             rows = Rows(plan.scaling(X), problem.targets, problem.counts)
             theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
@@ -213,11 +213,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             mechanism,
             delta,
             charged_steps=self.n_iter_,
-            ledger=ledger,
-            budget=budget,
+            spend=spend,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
             tuning=_TUNING_ON_BUDGET
-            if budget is not None
+            if isinstance(spend, Budget)
             else self._tuning(num_public > 0, together, delta),
             shown_without_protection=problem.shown,
             seed=seed,

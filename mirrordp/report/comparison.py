@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mirrordp.report import ReportError, RunReport, upwards
+from mirrordp._rounding import upwards
 from mirrordp.report.charts import PALETTE
+from mirrordp.report.statement import RunReport
+from mirrordp.report.stored import ReportError
 
 _ERROR = "_standard_error"
 _HIGHER_IS_BETTER = re.compile(r"accuracy|auc|r2|score|precision|recall|f1")
@@ -158,7 +160,7 @@ class Comparison:
         ]
         if self.metric is not None:
             cells.append(self._value(row))
-        return [*cells, "no" if any(warned.grave for warned in report.warnings()) else "yes"]
+        return [*cells, "yes" if report.is_for_release else "no"]
 
     def _value(self, row: Outcome) -> str:
         assert self.metric is not None
@@ -196,7 +198,7 @@ class Comparison:
         elif any(row.errors for row in self.rows):
             found.append("± is one standard error.")
         found += self._together()
-        if any(warned.grave for row in self.rows for warned in row.report.warnings()):
+        if not all(row.report.is_for_release for row in self.rows):
             found.append("A run with a seed, or without noise, is not for release.")
         return found
 
@@ -260,7 +262,7 @@ class Comparison:
                     "adjacency": row.report.adjacency.value,
                     "unit": row.report.unit,
                     "steps": row.report.charged_steps,
-                    "for_release": not any(w.grave for w in row.report.warnings()),
+                    "for_release": row.report.is_for_release,
                     **({} if self.metric is None else {self.metric: row.values[self.metric]}),
                     **{
                         name + _ERROR: error

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mirrordp._rounding import percent_upwards, upwards
 from mirrordp._show import escaped
 from mirrordp._versions import VERSION
-from mirrordp.report import Curve, RunReport, percent_upwards, upwards
+from mirrordp.report import card
 from mirrordp.report.charts import Series, both_sizes, legend
 from mirrordp.report.comparison import (
     Comparison,
@@ -21,6 +22,8 @@ from mirrordp.report.comparison import (
     outcomes,
     spans_decades,
 )
+from mirrordp.report.figures import Curve
+from mirrordp.report.statement import RunReport
 
 _LONGEST_LIST = 12
 
@@ -180,8 +183,7 @@ def _header(report: RunReport) -> str:
     shown = "".join(
         f"<div><b>{escaped(value)}</b><span>{escaped(name)}</span></div>" for value, name in figures
     )
-    grave = any(warned.grave for warned in report.warnings())
-    pill = '<p class="pill">Not for release</p>' if grave else ""
+    pill = "" if report.is_for_release else '<p class="pill">Not for release</p>'
     return (
         f'<header><p class="kind">Privacy report</p><h1>{escaped(report.title)}</h1>'
         f'<div class="figures">{shown}</div>{pill}</header>'
@@ -221,9 +223,9 @@ def _promise(report: RunReport) -> str:
         )
     answers = "".join(
         f"<tr><th scope='row'>{escaped(question)}</th><td>{escaped(_sentence(answer))}</td></tr>"
-        for question, answer in report.answers()
+        for question, answer in card.answers(report)
     )
-    limits = "".join(f"<li>{escaped(limit)}</li>" for limit in report.limits())
+    limits = "".join(f"<li>{escaped(limit)}</li>" for limit in card.limits(report))
     return (
         _section("What is promised", f"<p>{escaped(report.statement())}</p>{odds}")
         + "\n"
@@ -359,7 +361,7 @@ def _best(rows: Sequence[Outcome], metric: str | None) -> int | None:
 
 
 def _configuration(report: RunReport) -> str:
-    numbers = [[name, value] for name, value in report.numbers()]
+    numbers = [[name, value] for name, value in card.numbers(report)]
     shown = {"methods", "measured", "choice_of_setting"}
     rest = {name: value for name, value in report.results.items() if name not in shown}
     parts = [_pairs(numbers)]
