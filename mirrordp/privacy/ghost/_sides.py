@@ -113,7 +113,7 @@ class Patches:
         return results
 
     def seen(self, array: Array, axis: int, offset: int, at: int) -> Array:
-        """Returns what the weights at an offset of the window's axis see on axis `at` of `array`."""
+        """Returns what the weights at an offset of a window's axis see on axis `at` of an array."""
         start = offset * self.dilation[axis]
         stride = self.strides[axis]
         stop = start + (self.out[axis] - 1) * stride + 1
