@@ -299,7 +299,7 @@ class TestExactSum:
     def test_sums_of_another_kind_are_not_added(self):
         one = ExactSum.of(jnp.ones(3), 1.0)
         for other in (ExactSum.of(jnp.ones(3), 4.0), ExactSum.of(jnp.ones(3, jnp.bfloat16), 8.0)):
-            with pytest.raises(ValueError, match="of another grain"):
+            with pytest.raises(ValueError, match="only sums of the same grain"):
                 _ = one + other
 
     def test_side_by_side(self):

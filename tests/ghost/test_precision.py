@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mirrordp.privacy import clipping, ghost
-from mirrordp.privacy.ghost import _factors
+from mirrordp.privacy.ghost import _factors, _sides, _sum
 
 
 def bilinear(weight, example):
@@ -47,9 +47,9 @@ def test_a_contribution_never_exceeds_the_clip_norm(module, scale):
 
 def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     """The same search finds the fault if norms are summed in float32 without a margin."""
-    monkeypatch.setattr(_factors, "wide_dtype", lambda: jnp.float32)
-    none = lambda sites, rows: _factors.Roundoff(0.0, 0.0, rows, 0.0)  # noqa: E731
-    monkeypatch.setattr(ghost, "_sum_roundoff", none)
+    monkeypatch.setattr(_sides, "wide_dtype", lambda: jnp.float32)
+    none = lambda layers, rows: _factors.Roundoff(0.0, 0.0, rows, 0.0)  # noqa: E731
+    monkeypatch.setattr(_sum, "sum_roundoff", none)
     monkeypatch.setattr(_factors, "_gram_roundoff", lambda parts: 0.0)
     compiled.cache_clear()
     worst = max(
@@ -138,7 +138,8 @@ def test_numbers_that_underflow_on_the_way(left, right):
     """Scaled cotangents, or clip factors, may be subnormal where the result is not."""
     for seed in range(8):
         one, other = cancelling(5, 1.0, 1.0, seed)
-        example = (one * np.float32(left), other * np.float32(right))
+        with np.errstate(over="ignore"):
+            example = (one * np.float32(left), other * np.float32(right))
         total = compiled(ghost, 1.0)(example)
         assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
 
@@ -229,10 +230,10 @@ def test_rows_that_cancel_leave_the_others_alone(positions):
 def test_no_margin_would_let_both_pass(monkeypatch):
     """The same rows find a sum whose rounding is taken for its usual size."""
 
-    def usual(sites, rows):
+    def usual(layers, rows):
         return _factors.Roundoff(math.sqrt(200) * 2.0**-24, 0.0, rows, 0.0)
 
-    monkeypatch.setattr(ghost, "_sum_roundoff", usual)
+    monkeypatch.setattr(_sum, "sum_roundoff", usual)
     with pytest.raises(AssertionError):
         test_a_running_sum_may_round_every_position_up(bilinear, 200)
     with pytest.raises(AssertionError):
