@@ -15,16 +15,15 @@ from typing import Any
 from experiments import sections
 from experiments.deep import paper, results
 from experiments.deep.results import Place
-from experiments.deep.settings import ALGORITHMS, Settings
+from experiments.deep.settings import ALGORITHMS, DeepSettings
 from experiments.deep.sweep import sweep_of
+from experiments.deep.titles import DATASETS, LABELS, order, title_of
 from experiments.deep.training import alpha
 from experiments.options import existing_file
 from experiments.records import Record
 from mirrordp.report import upwards
 
 README = Path(__file__).parents[1] / "README.md"
-DATASETS = {"cifar10": "CIFAR-10", "emnist": "EMNIST", "wikitext2": "WikiText-2"}
-LABELS = {"cold": "cold DP-SGD", "warm": "warm DP-SGD", "pda": "PDA-DPMD"}
 NONE, MISSING = "–", "*missing*"
 OURS = ("ours: ε RDP / PLD (δ)", "accuracy, last", "loss, last", "accuracy, averaged",
         "loss, averaged", "seeds", "η", "K", "data")  # fmt: skip
@@ -39,9 +38,11 @@ class Found:
     """Result lines and settings files, as every table needs them."""
 
     lines: Sequence[Record]
-    settings: dict[str, Settings]
+    settings: dict[str, DeepSettings]
 
-    def places(self, *, family: str = "", variants: bool = False) -> list[tuple[Place, Settings]]:
+    def places(
+        self, *, family: str = "", variants: bool = False
+    ) -> list[tuple[Place, DeepSettings]]:
         """Settings of a family in the order of the tables: data set, noise, algorithm."""
         found = [
             (place, settings)
@@ -52,22 +53,13 @@ class Found:
         ]
         return sorted(found, key=lambda item: order(item[0]))
 
-    def final(self, settings: Settings) -> list[Record]:
+    def final(self, settings: DeepSettings) -> list[Record]:
         """The final runs of settings, of all seeds."""
         return results.final_lines(self.lines, settings)
 
-    def rows(self, settings: Settings) -> list[list[Record]]:
+    def rows(self, settings: DeepSettings) -> list[list[Record]]:
         """The final runs behind each row of settings, one row per data; one empty row for none."""
         return [results.own_seeds(lines, settings) for lines in _by_data(self.final(settings))]
-
-
-def order(place: Place) -> tuple:
-    """Sorts by data set, family, noise (little first), algorithm and variant."""
-    kind, value = place.level[0], float(place.level[1:])
-    # Little noise first: a small σ, a large ε.
-    noise = value if kind == "s" else -value
-    algorithm = ALGORITHMS.index(place.algorithm)
-    return place.dataset, place.family, kind != "s", noise, algorithm, place.variant
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -109,7 +101,7 @@ def _by_data(lines: Sequence[Record]) -> list[list[Record]]:
     return list(groups.values()) or [[]]
 
 
-def _ours(lines: Sequence[Record], settings: Settings) -> list[str]:
+def _ours(lines: Sequence[Record], settings: DeepSettings) -> list[str]:
     """The cells under `OURS`: everything in them belongs to our own run."""
     metrics = [
         _metric(lines, f"{iterate}_test_{name}")
@@ -226,7 +218,9 @@ def gains(found: Found) -> str:
     )
 
 
-def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> list[list[str]]:
+def _gain_rows(
+    found: Found, worse: DeepSettings, better: DeepSettings, family: str
+) -> list[list[str]]:
     theirs = [paper.cell_of(settings) for settings in (worse, better)]
     quoted = NONE
     if family != "public-vocabulary" and theirs[0] and theirs[1]:
@@ -277,22 +271,8 @@ def _run_key(line: Record) -> tuple:
     return line["seed"], line["data"]["label"], line["data"]["num_private"]
 
 
-def title_of(settings: Settings) -> str:
-    """Data set and noise of settings, in words that quote no ε of the paper."""
-    parts = [DATASETS.get(settings.dataset, settings.dataset)]
-    if settings.vocabulary == "public":
-        parts.append("public vocabulary")
-    if settings.public_text == "other":
-        parts.append("other public text")
-    if settings.noise_multiplier is not None:
-        parts.append(f"σ = {settings.noise_multiplier:g}")
-    else:
-        parts.append(f"σ for ε = {settings.target_epsilon:g} (PLD)")
-    return ", ".join(parts)
-
-
 def _further(
-    found: Found, chosen: Iterable[tuple[Place, Settings]], **columns: Callable[..., str]
+    found: Found, chosen: Iterable[tuple[Place, DeepSettings]], **columns: Callable[..., str]
 ) -> str:
     """Rows of ours with further columns before them, and what their ε means."""
     rows = []
@@ -319,7 +299,7 @@ def calibrated(found: Found) -> str:
     )
 
 
-def _sigma(settings: Settings, lines: Sequence[Record]) -> str:
+def _sigma(settings: DeepSettings, lines: Sequence[Record]) -> str:
     return f"{lines[0]['privacy']['noise_multiplier']:.4g}" if lines else NONE
 
 
@@ -334,10 +314,10 @@ def reading_of_k(found: Found) -> str:
     ]
     chosen.sort(key=lambda item: order(item[0]))
 
-    def paper_cell(settings: Settings, lines: Sequence[Record]) -> str:
+    def paper_cell(settings: DeepSettings, lines: Sequence[Record]) -> str:
         return _cell(paper.cell_of(settings))
 
-    def last_alpha(settings: Settings, lines: Sequence[Record]) -> str:
+    def last_alpha(settings: DeepSettings, lines: Sequence[Record]) -> str:
         if not lines:
             return NONE
         step = lines[0]["privacy"]["num_steps"] - 1
@@ -358,17 +338,17 @@ def ablations(found: Found) -> str:
     chosen.sort(key=lambda item: order(item[0]))
     own = {place: settings for place, settings in chosen}
 
-    def base_of(settings: Settings) -> Settings | None:
+    def base_of(settings: DeepSettings) -> DeepSettings | None:
         place = Place.of(settings.name)
         if place is None or not place.variant:
             return None
         return own.get(dataclasses.replace(place, variant=""))
 
-    def what(settings: Settings, lines: Sequence[Record]) -> str:
+    def what(settings: DeepSettings, lines: Sequence[Record]) -> str:
         base = base_of(settings)
         return "as in the table" if base is None else _difference(base, settings)
 
-    def change(settings: Settings, lines: Sequence[Record]) -> str:
+    def change(settings: DeepSettings, lines: Sequence[Record]) -> str:
         base = base_of(settings)
         if base is None:
             return NONE
@@ -387,12 +367,12 @@ def ablations(found: Found) -> str:
     )
 
 
-def _same_warm_start(one: Settings, two: Settings) -> bool:
+def _same_warm_start(one: DeepSettings, two: DeepSettings) -> bool:
     """Whether settings pre-train alike."""
     return (one.warm_start, one.augment_public) == (two.warm_start, two.augment_public)
 
 
-def _difference(base: Settings, other: Settings) -> str:
+def _difference(base: DeepSettings, other: DeepSettings) -> str:
     """In words, where two settings differ apart from what was searched."""
     one, two = base.identity(), other.identity()
     as_it_is = (
@@ -423,7 +403,7 @@ def _difference(base: Settings, other: Settings) -> str:
 def public_vocabulary(found: Found) -> str:
     """WikiText-2 with a vocabulary that is covered by the guarantee; no number of the paper."""
 
-    def unknown(settings: Settings, lines: Sequence[Record]) -> str:
+    def unknown(settings: DeepSettings, lines: Sequence[Record]) -> str:
         rate = lines[0]["data"].get("unknown_rate", {}).get("test") if lines else None
         return NONE if rate is None else f"{100 * rate:.1f}%"
 
@@ -477,7 +457,7 @@ class _Replay:
 
     found: Sequence[Record]
 
-    def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[Record]:
+    def lines(self, points: Sequence[tuple[DeepSettings, int]], *, kind: str) -> list[Record]:
         chosen = []
         for settings, seed in points:
             identity = settings.identity()
@@ -492,7 +472,7 @@ class _Replay:
         return chosen
 
 
-def _state_of_sweep(lines: Sequence[Record], settings: Settings) -> str:
+def _state_of_sweep(lines: Sequence[Record], settings: DeepSettings) -> str:
     try:
         best = sweep_of(settings, _Replay(lines))
     except _Untried:
@@ -539,7 +519,7 @@ def searched(found: Found) -> str:
     return text
 
 
-def _tried(line: Record, settings: Settings) -> str:
+def _tried(line: Record, settings: DeepSettings) -> str:
     values = line["settings"]
     text = f"K = {values['decay']:g}: " if values.get("decay") is not None else ""
     accuracy = line["final"].get("average_validation_accuracy")
@@ -638,7 +618,7 @@ def unusable(found: Found, problems: Sequence[str]) -> str:
 
 
 def blocks(
-    lines: Sequence[Record], settings: dict[str, Settings], problems: Sequence[str]
+    lines: Sequence[Record], settings: dict[str, DeepSettings], problems: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
     """Title and Markdown of every table, by the name in its markers."""
     found = Found(lines, settings)
