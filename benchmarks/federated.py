@@ -16,7 +16,6 @@ likewise, which says more than the clock where the machine has other work.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -26,35 +25,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
-ROWS, FEATURES, CLASSES = 32, 32, 10
-VOCABULARY, LENGTH = 10_004, 21
+from benchmarks.federated_task import (
+    CLASSES,
+    FEATURES,
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    user_rows,
+    versions,
+)
+from benchmarks.processes import tree_cpu_seconds, tree_megabytes
+
 MODELS = ("small", "lstm")
 OTHER_WIDTHS = {"small": (256, 1024), "lstm": (167, 335)}
 PEERS = ("flower", "pfl")
 PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
-
-
-def user_rows(model: str, num_users: int):
-    """The same rows for everybody: 32 examples a user."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    if model == "lstm":
-        return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
-    x = rng.normal(size=(num_users, ROWS, FEATURES)).astype(np.float32)
-    return {"x": x, "y": rng.integers(0, CLASSES, (num_users, ROWS)).astype(np.int32)}
-
-
-def versions() -> dict:
-    """Of Python and of those packages that take part and are installed here."""
-    found = {"python": platform.python_version()}
-    for name in ("mirrordp", "jax", "jaxlib", "numpy", "flwr", "ray", "pfl", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
@@ -242,41 +229,6 @@ def in_process(arguments: list[str], python: str) -> dict:
             tail = (errors.read().strip().splitlines() or ["no output"])[-1]
             return {"error": f"failed: {tail[:80]}"}
     return {"peak_megabytes": peak} | json.loads(lines[-1])
-
-
-def tree_megabytes(pid: int) -> float:
-    """Memory of a process and its descendants; pages that several use are shared out (Linux)."""
-    total = 0.0
-    for entry in _descendants(pid):
-        # A process may end while it is looked at.
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{entry}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) / 1024
-    return total
-
-
-def tree_cpu_seconds(pid: int) -> float:
-    """Processor time of a process and its living descendants: what other work cannot distort."""
-    ticks = 0
-    for entry in _descendants(pid):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-    found, todo = [], [pid]
-    while todo:
-        found.append(todo.pop())
-        todo += children.get(found[-1], [])
-    return found
 
 
 def main() -> None:
