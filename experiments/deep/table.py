@@ -29,7 +29,7 @@ OURS = ("ours: ε RDP / PLD (δ)", "accuracy, last", "loss, last", "accuracy, av
         "loss, averaged", "seeds", "η", "K", "data")  # fmt: skip
 UNCHARGED = (
     "**Tuning is not charged to the privacy budget**, as in the paper: ε is that of one final run. "
-    "What was searched stands below."
+    'The table "What was searched" lists the search.'
 )
 
 
@@ -156,9 +156,9 @@ def table2(found: Found) -> str:
     """Every cell of the paper's Table 2 beside ours."""
     used: list[Record] = []
     parts = [
-        "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper's "
-        "numbers are means over 3 runs, without deviations; its ε is by RDP and stands beside its "
-        "own numbers only. " + UNCHARGED
+        "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper "
+        "reports means over 3 runs without deviations; its ε comes from RDP accounting and is "
+        "shown beside its own numbers only. " + UNCHARGED
     ]
     for dataset, title in DATASETS.items():
         # The paper's ε belongs to its number of examples, not to a sample's result.
@@ -212,9 +212,10 @@ def gains(found: Found) -> str:
     head = ["run", "difference in test loss", "paper", "ours, last", "ours, averaged", "pairs",
             "same start", "data"]  # fmt: skip
     return (
-        "Test loss of the first minus that of the second, by seed; positive: the second is better. "
-        "Where a pair did not begin at the same warm start (another process on a GPU), the "
-        "difference is also one of starts.\n\n" + markdown(head, rows)
+        "Test loss of the first minus that of the second, paired by seed; a positive number means "
+        "that the second is better. Where two paired runs did not begin at the same warm start "
+        "(because they ran in different processes on a GPU), the difference between their starts "
+        "is part of the number.\n\n" + markdown(head, rows)
     )
 
 
@@ -293,8 +294,8 @@ def calibrated(found: Found) -> str:
     """Runs whose σ follows from ε."""
     chosen = [item for item in found.places() if item[1].target_epsilon is not None]
     return (
-        "σ is calibrated so that our run, on the examples we have, has the ε that is named in the "
-        "first column. What the paper has at this ε comes from more data.\n\n"
+        "σ is calibrated so that our run, on the examples we have, has the ε named in the first "
+        "column. The paper's results at this ε come from more data.\n\n"
         + _further(found, chosen, σ=_sigma)
     )
 
@@ -324,8 +325,8 @@ def reading_of_k(found: Found) -> str:
         return f"{float(alpha(settings, lines[0]['data']['num_private'])(step)):.3f}"
 
     return (
-        "α = cos(πt / 2K) with t in epochs or in steps, at the best K of either sweep. Where α is "
-        "0 no private data are read; ε counts all steps and is an upper bound then.\n\n"
+        "α = cos(πt / 2K) with t in epochs or in steps, at the best K of each sweep. Where α is 0, "
+        "no private data are read; ε still counts all steps and is then an upper bound.\n\n"
         + _further(found, chosen, paper=paper_cell, α_at_the_last_step=last_alpha)
     )
 
@@ -360,9 +361,9 @@ def ablations(found: Found) -> str:
         return f"{over_seeds(_differences(pairs, 'average_test_loss'), 4, sign='+')} ({len(pairs)})"
 
     return (
-        "Change in loss: that of the averaged iterate minus that of the table's run with the same "
-        "seed (number of such pairs). Where the ablation leaves the warm start alone, only pairs "
-        "that began at the same one count.\n\n"
+        "The change in loss is the loss of the averaged iterate minus that of the table's run with "
+        "the same seed; the number of such pairs is in brackets. Where an ablation leaves the warm "
+        "start alone, only pairs that began at the same one count.\n\n"
         + _further(found, chosen, what_differs=what, change_in_loss=change)
     )
 
@@ -408,8 +409,8 @@ def public_vocabulary(found: Found) -> str:
         return NONE if rate is None else f"{100 * rate:.1f}%"
 
     return (
-        "An unknown word is easy to predict: these losses are comparable with each other and with "
-        "nothing above.\n\n"
+        "An unknown word is easy to predict, so these losses can be compared with each other, but "
+        "with those of no other table.\n\n"
         + _further(
             found, found.places(family="public-vocabulary"), unknown_words_of_the_test_text=unknown
         )
@@ -438,11 +439,11 @@ def other_text(found: Found) -> str:
         *OURS,
     ]
     about = (
-        "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
-        "in a plot only. All have the ε of the first column: theirs by RDP on their data, ours, on "
-        "the sequences we have, by PLD, from which our σ follows. The vocabulary, and which public "
-        "sequences are left out, are read from private text without noise, as in the paper: "
-        "**not covered by the guarantee**."
+        "The paper, and Asi et al. as quoted there, use WikiText-103; the paper shows PDA-DPMD in "
+        "a plot only. All runs have the ε of the first column: theirs by RDP on their data, ours "
+        "by PLD on the sequences we have, from which our σ follows. The vocabulary, and the choice "
+        "of public sequences to leave out, are read from private text without noise, as in the "
+        "paper: **not covered by the guarantee**."
     )
     return "\n\n".join([about, markdown(heads, rows), *_what_epsilon_means(used)])
 
@@ -507,15 +508,15 @@ def searched(found: Found) -> str:
             same_data = [line for line in found.lines if line["data"]["label"] == label]
             rows.append([f"`{name}`", tried, _state_of_sweep(same_data, settings), _data(group)])
     text = (
-        "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
-        "(images: private examples held out; text: the official validation split); bold: what the "
-        "settings file has now; †: from another warm start than the first of its row, so that "
-        "the difference is also one of starts. Choices by these scores, and the warm start's "
-        "settings, are **not charged**.\n\n"
+        "One seed each. A score is accuracy in percent / loss of the averaged iterate on the "
+        "validation part: held-out private examples for images, the official validation split for "
+        "text. Bold marks what the settings file has now. † marks a run from another warm start "
+        "than the first of its row; the difference between the starts is part of its score. "
+        "Choices by these scores, and the settings of the warm start, are **not charged**.\n\n"
         + markdown(["settings", "tried", "search", "data"], rows)
     )
     if untouched:
-        text += "\n\nNo line of a sweep yet: " + ", ".join(untouched) + "."
+        text += "\n\nNo sweep result yet: " + ", ".join(untouched) + "."
     return text
 
 
@@ -586,9 +587,9 @@ def cost(found: Found) -> str:
         }
     )
     return (
-        "Wall-clock seconds with compilation and warm start; runs that train together share theirs "
-        f"equally. The whole Table 2 has {wanted} final runs.\n\n"
-        + markdown(["machine", "what", "runs", "median of a run, s", "in all, s", "data"], rows)
+        "Wall-clock seconds, including compilation and warm start; runs that train together share "
+        f"their time equally. The whole of Table 2 has {wanted} final runs.\n\n"
+        + markdown(["machine", "what", "runs", "median per run, s", "total, s", "data"], rows)
         + ("\n\nMade with " + ", ".join(packages) + "." if packages else "")
     )
 
