@@ -45,13 +45,14 @@ PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
 
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
-    """Seconds per round of `federated_train` on four times as many users as a cohort holds."""
+    """Measure a round of our training, on four times as many users as a cohort holds."""
     import jax
     import jax.numpy as jnp
     import optax
 
     import mirrordp
     from experiments import models
+    from mirrordp.privacy import FixedSizeSampling
 
     num_users = 4 * cohort
     rows = user_rows(model, num_users)
@@ -72,23 +73,18 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     private = mirrordp.PrivateClients.from_users(users, max_examples_per_user=ROWS)
     block = max(1, rounds // 5)
     mechanism = mirrordp.Mechanism(
-        sampling=mirrordp.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
+        sampling=FixedSizeSampling(batch_size=cohort, num_examples=num_users),
         l2_clip_norm=0.3,
         noise_multiplier=1.0,
         num_steps=rounds + 2 * block,
         adjacency=mirrordp.Adjacency.REPLACE,
         unit="user",
     )
-    run = mirrordp.federated_train(
-        loss,
-        params,
-        private,
-        mechanism=mechanism,
-        client_learning_rate=0.1,
-        rounds_per_call=block,
-        users_per_pass=users_per_pass,
-        seed=0,
+    step = mirrordp.FederatedStep(
+        loss, mechanism, client_learning_rate=0.1, users_per_pass=users_per_pass
     )
+    options = mirrordp.TrainOptions(steps_per_call=block)
+    run = mirrordp.train(step, params, private, seed=0, options=options)
     start = time.perf_counter()
     jax.block_until_ready(next(run)[0])
     first = time.perf_counter() - start
@@ -143,17 +139,17 @@ def paper_size(
         num_steps=PAPER_ROUNDS,
         unit="user",
     )
-    run = mirrordp.federated_train(
-        network.loss,
+    step = mirrordp.FederatedStep(
+        network.loss, mechanism, client_learning_rate=0.5, users_per_pass=users_per_pass
+    )
+    run = mirrordp.train(
+        step,
         params,
         private,
         public,
-        mechanism=mechanism,
         alpha=0.9 if public_users else 1.0,
-        client_learning_rate=0.5,
-        rounds_per_call=block,
-        users_per_pass=users_per_pass,
         seed=0,
+        options=mirrordp.TrainOptions(steps_per_call=block),
     )
     made = time.perf_counter() - start
     start = time.perf_counter()
