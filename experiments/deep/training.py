@@ -20,7 +20,7 @@ import mirrordp
 from experiments import records
 from experiments.datasets import Prepared
 from experiments.deep import tasks
-from experiments.deep.settings import Settings, point_id
+from experiments.deep.settings import DeepSettings, point_id
 from experiments.locks import locked
 from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
 from mirrordp.privacy import Accountant
@@ -54,7 +54,7 @@ class Loaded:
         )
 
 
-def mechanism(settings: Settings, num_private: int) -> Mechanism:
+def mechanism(settings: DeepSettings, num_private: int) -> Mechanism:
     """The mechanism of a run: Poisson batches, zero-out adjacency (n is public)."""
     sampling = PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private)
     num_steps = int(num_private * settings.epochs / settings.batch_size)
@@ -93,7 +93,7 @@ def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
     }
 
 
-def alpha(settings: Settings, num_private: int) -> float | Callable:
+def alpha(settings: DeepSettings, num_private: int) -> float | Callable:
     """α_t of the run."""
     if settings.algorithm != "pda":
         return 1.0
@@ -119,7 +119,7 @@ class WarmStarts:
         self._folder = folder
         self._found: dict[Any, tuple[Params, dict[str, Any]]] = {}
 
-    def get(self, settings: Settings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
+    def get(self, settings: DeepSettings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
         """The start of a run, and what is worth knowing about it."""
         network = tasks.task(settings.dataset).network
         cold = network.init(jax.random.key(seed))
@@ -165,7 +165,7 @@ class WarmStarts:
         draft.replace(self._folder / f"{key}.npz")
 
 
-def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
+def _warm_start(settings: DeepSettings, data: Loaded, cold: Params, seed: int):
     start = time.perf_counter()
     task = tasks.task(settings.dataset)
     chosen = settings.warm_start
@@ -213,7 +213,7 @@ def _sgd() -> optax.GradientTransformation:
 
 
 def run_points(
-    points: Sequence[tuple[Settings, int]],
+    points: Sequence[tuple[DeepSettings, int]],
     data: Loaded,
     warm_starts: WarmStarts,
     *,
@@ -319,7 +319,7 @@ def _shown_facts(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _common(settings: Settings) -> dict[str, Any]:
+def _common(settings: DeepSettings) -> dict[str, Any]:
     values = settings.identity()
     for free in ("learning_rate", "decay"):
         values.pop(free, None)
