@@ -22,9 +22,17 @@ from experiments.datasets import Prepared
 from experiments.deep import tasks
 from experiments.deep.settings import DeepSettings, point_id
 from experiments.locks import locked
-from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
+from mirrordp import (
+    Mechanism,
+    PoissonSampling,
+    PrivateData,
+    PublicData,
+    SweepRun,
+    TrainOptions,
+    TrainStep,
+    train_sweep,
+)
 from mirrordp.privacy import Accountant
-from mirrordp.training.sweep import SweepRun, train_sweep
 from mirrordp.types import Params
 
 NUM_EVALUATIONS = 20
@@ -98,8 +106,8 @@ def alpha(settings: DeepSettings, num_private: int) -> float | Callable:
     if settings.algorithm != "pda":
         return 1.0
     if settings.decay_unit == "steps":
-        return mirrordp.updates.schedules.cosine(decay_steps=settings.decay)
-    return mirrordp.updates.schedules.cosine(
+        return mirrordp.schedules.cosine(decay_steps=settings.decay)
+    return mirrordp.schedules.cosine(
         decay_epochs=settings.decay, steps_per_epoch=num_private / settings.batch_size
     )
 
@@ -245,19 +253,17 @@ def run_points(
     found = mechanism(settings, num_private)
     starts = [warm_starts.get(setting, data, seed) for setting, seed in points]
     num_steps = found.num_steps if max_steps is None else min(max_steps, found.num_steps)
-    options = {
-        "mechanism": found,
-        "optimizer": _sgd(),
-        "num_steps": num_steps,
-        "scale_noise": settings.scale_noise,
-        "noisy_clip_norm": settings.noisy_clip_norm or None,
-        "average": mirrordp.ExponentialAverage(settings.average_decay),
-        "steps_per_call": math.ceil(num_steps / NUM_EVALUATIONS),
-    }
-    if settings.algorithm == "pda":
-        options["public_batch_size"] = settings.public_batch_size
-        if settings.augment_public:
-            options["public_loss_fn"] = task.augmented_loss
+    mixes = settings.algorithm == "pda"
+    step = TrainStep(
+        task.network.loss,
+        found,
+        _sgd(),
+        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
+        public_batch_size=settings.public_batch_size if mixes else None,
+        scale_noise=settings.scale_noise,
+        noisy_clip_norm=settings.noisy_clip_norm or None,
+        average=mirrordp.ExponentialAverage(settings.average_decay),
+    )
     runs = [
         SweepRun(
             alpha=alpha(setting, num_private),
@@ -272,8 +278,15 @@ def run_points(
         parts["test"] = data.test
     curves = _Curves(task, parts, EVALUATION_BATCH[settings.dataset])
     curves.add(0, _stacked([start for start, _ in starts]), None)
-    public = data.public if settings.algorithm == "pda" else None
-    sweep = train_sweep(task.network.loss, starts[0][0], data.private, public, runs=runs, **options)
+    sweep = train_sweep(
+        step,
+        starts[0][0],
+        data.private,
+        data.public if mixes else None,
+        runs=runs,
+        num_steps=num_steps,
+        options=TrainOptions(steps_per_call=math.ceil(num_steps / NUM_EVALUATIONS)),
+    )
     for states, infos in sweep:
         curves.add(infos[0].step, states.params, states.average)
         on_progress(infos[0].step, num_steps)

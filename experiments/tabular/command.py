@@ -110,8 +110,7 @@ class Log:
 def provenance() -> records.Record:
     """Which code and versions are running; to be asked before it can change on disk."""
     package = Path(mirrordp.__file__).parent
-    library = [package / "estimators.py", package / "linear.py", *(package / "tables").glob("*.py")]
-    sources = sorted([*Path(__file__).parent.glob("*.py"), *library])
+    sources = sorted([*Path(__file__).parent.glob("*.py"), *package.rglob("*.py")])
     return records.provenance(PACKAGES, sources, "cpu")
 
 
