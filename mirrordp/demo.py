@@ -29,7 +29,8 @@ from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.report import Curve, RunReport, comparison_figure
 from mirrordp.spending.files import write_atomically
 from mirrordp.spending.ledger import Ledger
-from mirrordp.training.central import train
+from mirrordp.training.central import TrainStep
+from mirrordp.training.engine import TrainOptions, train
 from mirrordp.types import AlphaSchedule, Batch, Params, PyTree
 from mirrordp.updates.averages import UniformAverage
 from mirrordp.updates.public import warm_start
@@ -192,23 +193,23 @@ def run_method(
     mechanism: Mechanism,
     learning_rate: float,
     seed: int,
-    ledger: Ledger | None = None,
+    spend: Ledger | None = None,
 ) -> Outcome:
     """Trains once and judges the averaged iterate after every call."""
     start = warm if method.warm else jax.tree.map(jnp.zeros_like, warm)
     evaluations = [evaluate(start, task.judge)]
+    optimizer = method.optimizer(learning_rate, task, start)
+    average = UniformAverage(start=settings.num_steps // 2)
+    step = TrainStep(loss_fn, mechanism, optimizer, average=average)
     for state, _ in train(
-        loss_fn,
+        step,
         start,
         task.private,
         task.public,
-        mechanism=mechanism,
-        optimizer=method.optimizer(learning_rate, task, start),
         alpha=method.alpha,
-        average=UniformAverage(start=settings.num_steps // 2),
-        steps_per_call=settings.steps_per_call,
         seed=seed,
-        ledger=ledger,
+        spend=spend,
+        options=TrainOptions(steps_per_call=settings.steps_per_call),
     ):
         evaluations.append(evaluate(state.average, task.judge))
     return Outcome(np.array([float(loss) for loss, _ in evaluations]), float(evaluations[-1][1]))
@@ -403,7 +404,7 @@ def _compare(
                 # Noise of its own: where two models share it, what they cost does not add up.
                 seed=_run_seed(seed, 1, trial, number),
                 # Trials have private rows of their own, so one trial is what these rows pay.
-                ledger=ledger if trial == 0 else None,
+                spend=ledger if trial == 0 else None,
             )  # fmt: skip
             outcomes[method.name].append(outcome)
             bar.update()

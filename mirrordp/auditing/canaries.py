@@ -17,9 +17,10 @@ import optax
 from mirrordp import mirror
 from mirrordp.data import PrivateClients, PrivateData, PublicData
 from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.training.central import train
-from mirrordp.training.federated import federated_train
-from mirrordp.training.sweep import SweepRun, train_sweep
+from mirrordp.training.central import TrainStep
+from mirrordp.training.engine import SweepRun, train
+from mirrordp.training.federated import FederatedStep
+from mirrordp.training.sweep import train_sweep
 from mirrordp.types import Params
 from mirrordp.updates import mirror_descent
 
@@ -68,18 +69,18 @@ def paired_scores(
 ) -> list[np.ndarray]:
     """Trains `num_runs` times with one canary and as often without it; returns both scores."""
     options, to_scores = _setting(algorithm, 2)
-    alpha = options.get("alpha", 1.0)
+    alpha, public = options.pop("alpha", 1.0), options.pop("public", None)
+    step = TrainStep(_pull, mechanism, **options)
     found = []
     for present in (True, False):
         private = np.zeros((num_examples, 2), np.float32)
         private[0, 0] = LENGTH * mechanism.l2_clip_norm * present
         *_, (states, _) = train_sweep(
-            _pull,
+            step,
             _start(2),
             PrivateData(private),
+            public,
             runs=[SweepRun(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
-            mechanism=mechanism,
-            **{name: value for name, value in options.items() if name != "alpha"},
         )
         found.append((np.asarray(_joined(states.params), np.float64) @ to_scores.T)[:, 0])
     return found
@@ -155,22 +156,16 @@ def _trained(
     algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int, options: dict[str, Any]
 ) -> Any:
     """Returns the last state of a run from zero in which every row is a record, or a user."""
-    start = _start(rows.shape[1])
+    options = dict(options)
+    public, alpha = options.pop("public", None), options.pop("alpha", 1.0)
     if algorithm is Algorithm.FEDERATED:
-        steps = federated_train(
-            _pull,
-            start,
-            # A user's update after one local step at rate 1 is its row.
-            PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1),
-            mechanism=dataclasses.replace(mechanism, unit="user"),
-            client_learning_rate=1.0,
-            client_batch_size=1,
-            seed=seed,
-            **options,
-        )
+        # A user's update after one local step at rate 1 is its row.
+        private = PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1)
+        users = dataclasses.replace(mechanism, unit="user")
+        step = FederatedStep(_pull, users, client_learning_rate=1.0, client_batch_size=1, **options)
     else:
-        steps = train(_pull, start, PrivateData(rows), mechanism=mechanism, seed=seed, **options)
-    *_, (state, _) = steps
+        private, step = PrivateData(rows), TrainStep(_pull, mechanism, **options)
+    *_, (state, _) = train(step, _start(rows.shape[1]), private, public, alpha=alpha, seed=seed)
     return state
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.training.central import TrainStep
-from mirrordp.training.federated import ClientArrays, FederatedStep, pad_users, user_keys
+from mirrordp.training.federated import ClientArrays, FederatedStep, UserBatch, pad_users
+from mirrordp.training.step import record_keys
 from mirrordp.types import Batch, Params, PyTree
 
 
@@ -149,16 +150,9 @@ def _released_by_rows(
     return lambda *batch: [_scaled(run(*batch), unit)]
 
 
-class _User(NamedTuple):
-    """The padded rows of users, and how many of them are real, in the form that a replay edits."""
-
-    rows: PyTree
-    num_examples: Any
-
-
-def _users(clients: PrivateClients) -> _User:
-    arrays = ClientArrays(clients.arrays, clients.starts, clients.num_examples)
-    return _User(*pad_users(arrays, np.arange(len(clients)), clients.max_examples_per_user))
+def _users(clients: PrivateClients) -> UserBatch:
+    """Returns the padded rows of all users, in the form that a replay edits."""
+    return pad_users(ClientArrays.of(clients), np.arange(len(clients)))
 
 
 def _released_by_users(
@@ -167,9 +161,7 @@ def _released_by_users(
     """Returns a function that computes a step's sum, and what it releases in the same units."""
     state = step.init(params, jax.random.key(seed))
     step_key, public_key = jax.random.split(_replay_key(seed + 1))
-    public_gradient = None
-    if public is not None:
-        public_gradient, _ = step.public_grad(state, public, public_key)
+    public_gradient = None if public is None else step.public_grad(state, public, public_key)
     # The norm that a clipped delta has in the sum, over the norm that it has in the gradient.
     share = 0.0 if step.adaptive_clip is None else step.adaptive_clip.budget_share
     mechanism = step.mechanism
@@ -177,14 +169,11 @@ def _released_by_users(
 
     @jax.jit
     def run(data, index, is_padding):
-        rows, counts = jax.tree.map(lambda leaf: leaf[index], data)
         # As in a run, a pass is as long as its largest user, which must not affect the others.
-        num_batches = jnp.max(-(-counts // step.client_batch_size))
-        total, unprivatized = step.private_sum(
-            state, rows, counts, is_padding, user_keys(step_key, index), num_batches
-        )
-        after, _ = step.finish(state, total, unprivatized, public_gradient, alpha)
-        return total, after.opt_state
+        batch = jax.tree.map(lambda leaf: leaf[index], data)
+        total = step.private_sum(state, batch, is_padding, record_keys(step_key, index))
+        after, _ = step.finish(state, total, public_gradient, alpha)
+        return total.total, after.opt_state
 
     def released(*batch):
         total, gradient = run(*batch)
@@ -256,8 +245,8 @@ _HOSTILE = (
 
 def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
     """Makes a row that may break things; for integers, infinities become the extreme values."""
-    if isinstance(row, _User):
-        return row._replace(rows=_hostile(kind, row.rows, other.rows))
+    if isinstance(row, UserBatch):
+        return row._replace(examples=_hostile(kind, row.examples, other.examples))
     if kind in ("duplicate", "as it is"):
         return other if kind == "duplicate" else row
 
@@ -290,8 +279,8 @@ def _propose(
     def pick():
         place = rng.integers(count)
         record = jax.tree.map(lambda leaf: leaf[place], rows)
-        if isinstance(record, _User):
-            width = len(jax.tree.leaves(record.rows)[0])
+        if isinstance(record, UserBatch):
+            width = len(jax.tree.leaves(record.examples)[0])
             own = rng.choice([record.num_examples, 0, 1, width], p=[0.4, 0.1, 0.1, 0.4])
             record = record._replace(num_examples=own)
         return record
