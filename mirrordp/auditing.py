@@ -40,15 +40,11 @@ from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.privacy.sampling import FullBatch, PoissonSampling
 from mirrordp.privacy.sums import ExactSum
-from mirrordp.training.central import TrainStep, train
-from mirrordp.training.federated import (
-    ClientArrays,
-    FederatedStep,
-    federated_train,
-    pad_users,
-    user_keys,
-)
-from mirrordp.training.sweep import SweepRun, train_sweep
+from mirrordp.training.central import TrainStep
+from mirrordp.training.engine import SweepRun, train
+from mirrordp.training.federated import ClientArrays, FederatedStep, UserBatch, pad_users
+from mirrordp.training.step import PublicGradient, record_keys
+from mirrordp.training.sweep import train_sweep
 from mirrordp.types import Batch, Params, PyTree
 from mirrordp.updates import mirror_descent
 
@@ -393,22 +389,29 @@ def _trained(
     algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int, options: dict[str, Any]
 ) -> Any:
     """The last state of a run from zero in which every row is a record, or a user."""
-    start = _start(rows.shape[1])
+    optimizer, public_loss_fn = options["optimizer"], options.get("public_loss_fn")
     if algorithm is Algorithm.FEDERATED:
-        steps = federated_train(
+        # A user's update after one local step at rate 1 is its row.
+        private = PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1)
+        step = FederatedStep(
             _pull,
-            start,
-            # A user's update after one local step at rate 1 is its row.
-            PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1),
-            mechanism=dataclasses.replace(mechanism, unit="user"),
+            dataclasses.replace(mechanism, unit="user"),
+            optimizer,
             client_learning_rate=1.0,
             client_batch_size=1,
-            seed=seed,
-            **options,
+            public_loss_fn=public_loss_fn,
         )
     else:
-        steps = train(_pull, start, PrivateData(rows), mechanism=mechanism, seed=seed, **options)
-    *_, (state, _) = steps
+        private = PrivateData(rows)
+        step = TrainStep(_pull, mechanism, optimizer, public_loss_fn=public_loss_fn)
+    *_, (state, _) = train(
+        step,
+        _start(rows.shape[1]),
+        private,
+        options.get("public"),
+        alpha=options.get("alpha", 1.0),
+        seed=seed,
+    )
     return state
 
 
@@ -513,18 +516,20 @@ def _weights(mechanism: Mechanism, algorithm: Algorithm) -> np.ndarray:
 def _paired(mechanism, algorithm, reported, delta, significance, num_runs, rng) -> _Found:
     rows = mechanism.sampling.num_examples
     options, to_scores = _setting(algorithm, 2)
+    step = TrainStep(
+        _pull, mechanism, options["optimizer"], public_loss_fn=options.get("public_loss_fn")
+    )
     alpha = options.get("alpha", 1.0)
     scores = []
     for present in (True, False):
         private = np.zeros((rows, 2), np.float32)
         private[0, 0] = _LENGTH * mechanism.l2_clip_norm * present
         *_, (states, _) = train_sweep(
-            _pull,
+            step,
             _start(2),
             PrivateData(private),
+            options.get("public"),
             runs=[SweepRun(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
-            mechanism=mechanism,
-            **{name: value for name, value in options.items() if name != "alpha"},
         )
         scores.append((np.asarray(_joined(states.params), np.float64) @ to_scores.T)[:, 0])
     sampling = mechanism.sampling
@@ -944,16 +949,9 @@ def _released_by_rows(
     return lambda *batch: [_scaled(run(*batch), unit)]
 
 
-class _User(NamedTuple):
+def _users(clients: PrivateClients) -> UserBatch:
     """Users as a replay changes them: all of their rows, padded, and how many are real."""
-
-    rows: PyTree
-    num_examples: Any
-
-
-def _users(clients: PrivateClients) -> _User:
-    arrays = ClientArrays(clients.arrays, clients.starts, clients.num_examples)
-    return _User(*pad_users(arrays, np.arange(len(clients)), clients.max_examples_per_user))
+    return pad_users(ClientArrays.of(clients), np.arange(len(clients)))
 
 
 def _released_by_users(
@@ -962,9 +960,9 @@ def _released_by_users(
     """The sum of a round, and what the round releases of it in the same units."""
     state = step.init(params, jax.random.key(seed))
     round_key, public_key = jax.random.split(_replay_key(seed + 1))
-    public_gradient = None
+    public_gradient: PublicGradient | None = None
     if public is not None:
-        public_gradient, _ = step.public_grad(state, public, public_key)
+        public_gradient = step.public_grad(state, public, public_key)
     # The norm that a clipped delta has in the sum, over the norm that it has in the gradient.
     share = 0.0 if step.adaptive_clip is None else step.adaptive_clip.budget_share
     mechanism = step.mechanism
@@ -972,14 +970,10 @@ def _released_by_users(
 
     @jax.jit
     def run(data, index, is_padding):
-        rows, counts = jax.tree.map(lambda leaf: leaf[index], data)
-        # As in a run: a pass is as long as its largest user, which the others must not notice.
-        num_batches = jnp.max(-(-counts // step.client_batch_size))
-        total, unprivatized = step.private_sum(
-            state, rows, counts, is_padding, user_keys(round_key, index), num_batches
-        )
-        after, _ = step.finish(state, total, unprivatized, public_gradient, alpha)
-        return total, after.opt_state
+        users = jax.tree.map(lambda leaf: leaf[index], data)
+        total = step.private_sum(state, users, is_padding, record_keys(round_key, index))
+        after, _ = step.finish(state, total, public_gradient, alpha)
+        return total.total, after.opt_state
 
     def released(*batch):
         total, gradient = run(*batch)
@@ -1051,8 +1045,8 @@ _HOSTILE = (
 
 def _hostile(kind: str, row: PyTree, other: PyTree) -> PyTree:
     """A row made to break things. Integers take their extremes where floats take infinities."""
-    if isinstance(row, _User):
-        return row._replace(rows=_hostile(kind, row.rows, other.rows))
+    if isinstance(row, UserBatch):
+        return row._replace(examples=_hostile(kind, row.examples, other.examples))
     if kind in ("duplicate", "as it is"):
         return other if kind == "duplicate" else row
 
@@ -1085,8 +1079,8 @@ def _propose(
     def pick():
         place = rng.integers(count)
         record = jax.tree.map(lambda leaf: leaf[place], rows)
-        if isinstance(record, _User):
-            width = len(jax.tree.leaves(record.rows)[0])
+        if isinstance(record, UserBatch):
+            width = len(jax.tree.leaves(record.examples)[0])
             own = rng.choice([record.num_examples, 0, 1, width], p=[0.4, 0.1, 0.1, 0.4])
             record = record._replace(num_examples=own)
         return record

@@ -97,20 +97,22 @@ class TestGaussian:
 
     def test_tails_are_those_of_a_normal(self):
         """A tail cut at 5.2 standard deviations hands δ to whoever sees an output beyond it."""
-        noise, zeros = GaussianNoise(), jnp.zeros(1_000_000)
+        noise, zeros = GaussianNoise(), jnp.zeros(500_000)
 
-        def unseen(carry):
-            count, _, low, high = carry
-            return (count < 150) & ((low >= -5.25) | (high <= 5.25))
+        @jax.jit
+        def extremes(seed):
+            drawn, _ = noise.add(zeros, noise.init(jax.random.key(seed), zeros), 1.0)
+            return drawn.min(), drawn.max()
 
-        def step(carry):
-            count, state, low, high = carry
-            drawn, state = noise.add(zeros, state, 1.0)
-            return count + 1, state, jnp.minimum(low, drawn.min()), jnp.maximum(high, drawn.max())
-
-        start = (0, noise.init(jax.random.key(0), zeros), 0.0, 0.0)
-        _, _, low, high = jax.jit(lambda: jax.lax.while_loop(unseen, step, start))()
-        # At most 1.5e8 draws: a normal passes 5.25 on either side except with probability 1e-5.
+        # Two keys that are known to reach far, so that the test is short; others if JAX draws
+        # differently one day. A normal passes 5.25 on either side in 1.5e8 draws except with
+        # probability 1e-5.
+        low = high = 0.0
+        for seed in (87, 280, *range(300)):
+            lowest, highest = extremes(seed)
+            low, high = min(low, float(lowest)), max(high, float(highest))
+            if low < -5.25 and high > 5.25:
+                break
         assert high > 5.25
         assert low < -5.25
 
