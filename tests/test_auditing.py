@@ -36,16 +36,16 @@ def made(kind=Mechanism, **options):
 
 
 class NoiseOff(Mechanism):
-    def privatizer(self, key):
-        return self.noise.privatizer(0.0, key)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return self.noise.add(clipped_sum, state, 0.0, weight=weight)
 
 
 def with_noise(factor):
     """A mechanism whose noise is `factor` times what it states."""
 
     class Deviating(Mechanism):
-        def privatizer(self, key):
-            return self.noise.privatizer(factor * self.noise_stddev, key)
+        def add_noise(self, clipped_sum, state, *, weight=None):
+            return self.noise.add(clipped_sum, state, factor * self.noise_stddev, weight=weight)
 
     return Deviating
 
@@ -74,35 +74,25 @@ ClippingOff = with_clip(1e6)
 class NoiseReused(Mechanism):
     """Every step adds the noise of the first."""
 
-    def privatizer(self, key):
-        right = super().privatizer(key)
-
-        def update(updates, state, params=None, *, weight=None):
-            return right.update(updates, state, weight=weight)[0], state
-
-        return optax.GradientTransformationExtraArgs(right.init, update)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return super().add_noise(clipped_sum, state, weight=weight)[0], state
 
 
 class NoiseNotProportional(Mechanism):
     """As much as stated at the multiplier that the tests state, less at smaller ones."""
 
-    def privatizer(self, key):
-        return self.noise.privatizer(self.noise_stddev**2 / SIGMA, key)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return self.noise.add(clipped_sum, state, self.noise_stddev**2 / SIGMA, weight=weight)
 
 
 def altered(alter):
     """A mechanism that adds `alter(noise)`, a function of the noise as a tree."""
 
     class Altered(Mechanism):
-        def privatizer(self, key):
-            right = super().privatizer(key)
-
-            def update(updates, state, params=None, *, weight=None):
-                noise, state = right.update(updates.zeros(), state)
-                noise = alter(noise, self.noise_stddev)
-                return jax.tree.map(jnp.add, updates.floats(), noise), state
-
-            return optax.GradientTransformationExtraArgs(right.init, update)
+        def add_noise(self, clipped_sum, state, *, weight=None):
+            noise, state = super().add_noise(clipped_sum.zeros(), state)
+            noise = alter(noise, self.noise_stddev)
+            return jax.tree.map(jnp.add, clipped_sum.floats(), noise), state
 
     return Altered
 
