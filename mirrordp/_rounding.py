@@ -28,7 +28,7 @@ def percent_upwards(share: float) -> str:
     """
     if not math.isfinite(share):
         return "far more than 100%"
-    return f"{math.ceil(1000 * share - 1e-9) / 10:g}%"
+    return f"{math.ceil(1000 * share - 1e-9) / 10:.12g}%"
 
 
 def floored(value: float, decimals: int) -> float:
@@ -41,11 +41,14 @@ def floored(value: float, decimals: int) -> float:
 
 
 def downwards(bound: float) -> str:
-    """Returns a lower bound with three decimals, rounded down.
+    """Returns a lower bound rounded down to three decimals, or to one digit from a million on.
 
-    >>> downwards(1.2349)
-    '1.234'
+    >>> downwards(1.2349), downwards(4.5e6)
+    ('1.234', '4e+06')
     """
-    if not bound < 1e6:
-        return "infinite" if math.isinf(bound) else f"{bound:.0e}"
-    return f"{floored(bound, 3):.3f}"
+    if bound < 1e6:
+        return f"{floored(bound, 3):.3f}"
+    if not math.isfinite(bound):
+        return "infinite"
+    unit = 10.0 ** math.floor(math.log10(bound))
+    return f"{math.floor(bound / unit) * unit:.0e}"

@@ -102,7 +102,7 @@ def test_every_warning_is_shown():
         make_report(seed=1, shown_without_protection=["batch loss"]), epsilon=20.0, delta=0.01
     )
     text = Page(report_page(report, run="run")).text
-    titles = [warned.title for warned in report.warnings()]
+    titles = [caution.title for caution in report.warnings()]
     assert len(titles) == 5
     assert all(title in text for title in titles)
 
@@ -188,7 +188,7 @@ def test_first_schema_is_read():
         del content[name]
     report = RunReport.from_dict(content)
     text = Page(report_page(report, run="run")).text
-    assert "The report does not hold it." in text
+    assert "The report does not hold this information." in text
     assert "Learning curves" not in text
 
 
@@ -233,6 +233,7 @@ CHANGES = {
     "spent": lambda c: c.update(epsilon_over_steps=[[1]]),
     "spent text": lambda c: c.update(epsilon_over_steps=[["a", 1.0]]),
     "results": lambda c: c.update(results=[1]),
+    "no results": lambda c: c.update(results=None),
     "unprivatized": lambda c: c.update(results={"unprivatized_loss": 1.0}),
     "unprivatized curve": lambda c: c["curves"][0].update(quantity="unprivatized loss"),
     "schema": lambda c: c.update(schema_version=99),

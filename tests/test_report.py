@@ -2,22 +2,19 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import Adjacency, Ledger, Mechanism, PoissonSampling
+from mirrordp import Adjacency, Budget, Ledger, Mechanism, PoissonSampling
+from mirrordp._rounding import downwards, floored, percent_upwards, upwards
+from mirrordp._versions import library_versions
 from mirrordp.privacy import Accountant, FullBatch
-from mirrordp.report import (
-    NOT_FOR_RELEASE,
-    Curve,
-    ReportError,
-    RunReport,
-    comparison_figure,
-    library_versions,
-    write_atomically,
-)
+from mirrordp.report import NOT_FOR_RELEASE, Curve, ReportError, RunReport, comparison_figure
+from mirrordp.spending.files import write_atomically
 
 DELTA = 1e-5
 
@@ -186,6 +183,22 @@ def test_ledger_of_another_adjacency_is_refused():
         RunReport.of(make_mechanism(), DELTA, spend=Ledger(Adjacency.REPLACE))
 
 
+def test_budget_of_another_adjacency_is_refused(tmp_path):
+    rows = mirrordp.PrivateData(np.zeros((1_000, 2), np.float32))
+    with Budget.create(tmp_path, epsilon=3, delta=DELTA, data=rows) as budget:
+        assert RunReport.of(make_mechanism(), DELTA, spend=budget).ledger["budget"]["epsilon"] == 3
+        other = make_mechanism(
+            adjacency=Adjacency.REPLACE, sampling=FullBatch.of(1_000), accountant=None
+        )
+        with pytest.raises(ValueError, match="one adjacency"):
+            RunReport.of(other, DELTA, spend=budget)
+
+
+def test_spend_is_a_ledger_or_a_budget(tmp_path):
+    with pytest.raises(TypeError, match="spend must be Ledger or Budget, got PosixPath"):
+        RunReport.of(make_mechanism(), DELTA, spend=tmp_path)
+
+
 @pytest.mark.parametrize("results", [{"unprivatized_loss": 1.0}, {"a": {"Unprivatized": 1}}])
 def test_unprivatized_results_are_refused(results):
     with pytest.raises(ValueError, match="not covered"):
@@ -323,3 +336,28 @@ def test_curve_standard_error():
     curve = Curve("a", np.arange(2), values)
     assert curve.standard_error.tolist() == [1.0, 0.0]
     assert Curve("a", np.arange(2), values[:1]).standard_error.tolist() == [0.0, 0.0]
+
+
+def test_rounding_is_in_the_safe_direction():
+    for value in np.random.default_rng(0).lognormal(0, 5, 500):
+        assert value <= float(upwards(value)) <= 1.001 * value
+        assert 0 <= value - floored(value, 3) <= 0.001 + 1e-12 * value
+        assert float(downwards(value)) <= value
+        assert 0 <= float(percent_upwards(value)[:-1]) - 100 * value < 0.1 + 1e-9 * value
+    assert [upwards(x) for x in (0.5, 0.1 + 0.2, 0.0, math.inf)] == ["0.5", "0.3", "0", "infinite"]
+    assert float(upwards(1e-320)) > 0
+    assert percent_upwards(math.inf) == "far more than 100%"
+    assert downwards(math.inf) == "infinite"
+
+
+def test_reading_a_report_imports_neither_jax_nor_matplotlib(tmp_path):
+    RunReport.of(make_mechanism(), DELTA).write(tmp_path)
+    program = (
+        "import sys; from mirrordp.report import RunReport, comparison_page, report_page, upwards; "
+        "report_page(RunReport.read(sys.argv[1]), run='run'); "
+        "print({'jax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, check=True, text=True
+    )
+    assert found.stdout == "set()\n"

@@ -9,9 +9,6 @@ if TYPE_CHECKING:
         percent_upwards as percent_upwards,
         upwards as upwards,
     )
-    from mirrordp._versions import (
-        library_versions as library_versions,
-    )
     from mirrordp.report.card import (
         NOT_FOR_RELEASE as NOT_FOR_RELEASE,
     )

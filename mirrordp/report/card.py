@@ -91,8 +91,8 @@ def cautions(report: "RunReport") -> list[Caution]:
             Caution(
                 True,
                 f"This run is {NOT_FOR_RELEASE}",
-                "all of its randomness comes from a seed, and who knows the seed can subtract "
-                "the noise. Train without a seed before you publish.",
+                "all of its randomness comes from a seed, and anyone who knows the seed can "
+                "subtract the noise. Train without a seed before you publish.",
             )
         )
     if not math.isfinite(report.epsilon):
@@ -111,8 +111,8 @@ def cautions(report: "RunReport") -> list[Caution]:
             Caution(
                 False,
                 "Whether there was a seed is not known",
-                "whoever knows the seed of a run can subtract its noise. State it: "
-                "RunReport.of(..., info=info) with what the run yielded last.",
+                "anyone who knows the seed of a run can subtract its noise. Pass the last info of "
+                "the run, which states it: RunReport.of(..., info=info).",
             )
         )
     if _has_large_delta(report):
@@ -148,8 +148,8 @@ def statement(report: "RunReport") -> str:
         Adjacency.REPLACE: f"any one {report.unit} was exchanged for another",
     }[report.adjacency]
     return (
-        f"Training looked at private records, one {report.unit} each, through noise. Whoever "
-        f"studies the model learns nearly the same whether or not {difference}: the "
+        f"Training looked at private records, one {report.unit} each, through noise. Anyone "
+        f"who studies the model learns nearly the same whether or not {difference}: the "
         f"guarantee is differential privacy with epsilon = {upwards(report.epsilon)} and "
         f"delta = {upwards(report.delta, 6)}. For scale: someone who would have to toss a coin "
         f"to tell which of the two it was is right at most {percent_upwards(report.certainty)} "
@@ -176,7 +176,7 @@ def answers(report: "RunReport") -> list[tuple[str, str]]:
         else "to be kept far below one over the number of records"
     )
     neighbours = {
-        Adjacency.ADD_REMOVE: f"any two of which one has one {report.unit} more (add-remove)",
+        Adjacency.ADD_REMOVE: f"any two, one of which has one {report.unit} more (add-remove)",
         Adjacency.ZERO_OUT: f"any two that differ in whether one {report.unit} counts or is "
         "blank (zero-out)",
         Adjacency.REPLACE: f"any two that differ in what one {report.unit} contains (replace)",
@@ -267,7 +267,7 @@ def limits(report: "RunReport") -> list[str]:
         "The public records: everything about them may be learned from the model.",
         "What follows from the population as a whole. A model may rightly reveal that smoking "
         "causes cancer, also to the insurer of a smoker whose record was never used.",
-        f"Groups: what ties k records together is protected k times less (epsilon "
+        f"Groups: what k records have in common is protected k times less (epsilon "
         f"{upwards(2 * report.epsilon)} for two, at delta {upwards(delta_of_two)}).",
         "The private data itself, the machine it lies on, and anything else that was computed "
         "from it outside this run.",
@@ -286,7 +286,7 @@ def numbers(report: "RunReport") -> list[tuple[str, str]]:
     if report.charged_multiplier is not None:
         # Rounded down: less noise means a larger ε.
         shown = floored(report.charged_multiplier, 6)
-        charged = [("the same as charged, for the lattice", f"{shown:.10g}")]
+        charged = [("noise multiplier as charged, for the lattice", f"{shown:.10g}")]
     if report.ledger is not None:
         position = f"{report.ledger['length']} records, head {report.ledger['head']}"
         ledger = [("ledger", position)]
