@@ -4,6 +4,7 @@ In: a function of the flat parameter vector. Out: a map whose step solves ∇Ψ(
 the precision of the dtype. It uses Hessian-vector products only and forms no p × p matrix.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from mirrordp import _validate
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
-    MirrorMap,
     Solution,
     as_float64,
     as_vector,
@@ -172,78 +172,81 @@ def _conjugate_gradients(
     return jax.lax.while_loop(unfinished, iterate, start)[0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class ConvexMap:
-    """The map whose Ψ is the given function.
+class SmoothMap(abc.ABC):
+    """The base of maps that are defined by `value`; the rest follows by autodiff and Newton–CG.
 
-    Args:
-        function: Ψ, from flat parameters to a scalar: a strongly convex JAX function that computes
-            in the dtype of its argument. (Adding a ridge makes a convex loss strongly convex.) The
-            projection calls it in float64.
-        num_params: the length p of the parameter vector.
+    Attributes:
         tolerance: the residual at which `inverse` and `step` count as converged. By default it
             follows from the dtype.
         max_iterations: the largest number of Newton iterations.
     """
 
-    function: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
-    num_params: int = dataclasses.field(metadata={"static": True})
-    tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
-    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
+    tolerance: float | None
+    max_iterations: int
+    num_params: Any
 
-    def __post_init__(self):
-        _validate.positive_integer(num_params=self.num_params, max_iterations=self.max_iterations)
-        if self.tolerance is not None:
-            _validate.positive(tolerance=self.tolerance)
-
-    def regularized(self, weight: float = 1.0) -> "ConvexMap":
-        """Returns Ψ + ½ weight ‖θ‖²; weight = 1 gives the Ψ̂ of the paper's appendix."""
-        _validate.positive(weight=weight)
-
-        def function(theta: jax.Array) -> jax.Array:
-            return self.function(theta) + 0.5 * weight * jnp.sum(theta**2)
-
-        return dataclasses.replace(self, function=function)
-
+    @abc.abstractmethod
     def value(self, theta: Any) -> jax.Array:
         """Returns Ψ(θ)."""
-        return self.function(as_vector(self.num_params, theta=theta))
 
     def grad(self, theta: Any) -> jax.Array:
-        """Returns ∇Ψ(θ), by automatic differentiation."""
-        return jax.grad(self.function)(as_vector(self.num_params, theta=theta))
+        """Returns ∇Ψ(θ)."""
+        return jax.grad(self.value)(as_vector(self.num_params, theta=theta))
 
     def inverse(self, dual: Any, init: Any) -> Solution:
         """Returns (∇Ψ)⁻¹(dual), found by Newton–CG from `init`."""
-        return invert(self, dual, init, self.tolerance, self.max_iterations)
+        init = as_vector(self.num_params, init=init)
+        dual = as_vector(self.num_params, dual=dual).astype(init.dtype)
+        tolerance = default_tolerance(init.dtype) if self.tolerance is None else self.tolerance
+        return _invert(self, dual, init, tolerance, self.max_iterations)
 
     def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """Returns B_Ψ(θ, θ')."""
-        return bregman_divergence(self, theta, other)
+        """Computes B_Ψ(θ, θ') in float64; a negative rounding error becomes zero."""
+        theta = as_vector(self.num_params, theta=theta)
+        other = as_vector(self.num_params, other=other)
+
+        def from_definition(mirror_map: SmoothMap, theta: jax.Array, other: jax.Array) -> jax.Array:
+            left, right = theta.astype(jnp.float64), other.astype(jnp.float64)
+            linear = mirror_map.value(right) + jnp.dot(mirror_map.grad(right), left - right)
+            divergence = mirror_map.value(left) - linear
+            return jnp.where(divergence < 0, 0.0, divergence).astype(theta.dtype)
+
+        return float64_call(from_definition, self, theta, other)
 
     def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
         """Returns (∇Ψ)⁻¹(∇Ψ(θ) − η g); the solver starts at θ."""
-        return dual_step(self, theta, grad, learning_rate)
+        theta = as_vector(self.num_params, theta=theta)
+        grad = as_vector(self.num_params, grad=grad)
+        return self.inverse(self.grad(theta) - learning_rate * grad, theta)
 
     def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """Returns the Bregman projection, computed in float64."""
-        return project_convex(self, theta, constraint)
+        """Computes the Bregman projection in float64.
+
+        The projection onto a ball solves ∇Ψ(x) + μ x = ∇Ψ(θ), with μ ≥ 0 such that ‖x‖ = r. As
+        ‖x(μ)‖ decreases in μ, a bracketing root finder gives μ; each evaluation is a Newton solve
+        that starts at the last solution.
+        """
+        theta = as_vector(self.num_params, theta=theta)
+        if isinstance(constraint, WholeSpace):
+            return closed_form(theta)
+        if not isinstance(constraint, Ball):
+            raise projection.refuse(constraint, type(self).__name__)
+        return _onto_ball(self, theta, as_float64(constraint.radius))
 
     def minimizer(self, constraint: Constraint) -> Solution:
-        """Returns argmin over C of Ψ."""
-        return minimize_convex(self, constraint)
-
-
-def invert(
-    mirror_map: MirrorMap, dual: Any, init: Any, tolerance: float | None, max_iterations: int
-) -> Solution:
-    """Returns (∇Ψ)⁻¹(dual), found by Newton–CG, for any map with `value`."""
-    init = as_vector(mirror_map.num_params, init=init)
-    dual = as_vector(mirror_map.num_params, dual=dual).astype(init.dtype)
-    if tolerance is None:
-        tolerance = default_tolerance(init.dtype)
-    return _invert(mirror_map, dual, init, tolerance, max_iterations)
+        """Returns argmin over C of Ψ in float64, by projecting the unconstrained minimiser."""
+        dtype = jnp.result_type(float)
+        with jax.enable_x64(True):
+            zero = jnp.zeros(self.num_params)
+            free = self.inverse(zero, zero)
+            projected = self.project(free.params, constraint)
+            solution = Solution(
+                projected.params,
+                projected.converged & free.converged,
+                projected.num_iterations + free.num_iterations,
+                jnp.maximum(projected.residual, free.residual),
+            )
+            return rounded(solution, dtype)
 
 
 # Compiled here so that eager callers do not pay for a compilation at each call.
@@ -254,45 +257,9 @@ def _invert(mirror_map, dual, init, tolerance, max_iterations) -> Solution:
     )
 
 
-def dual_step(mirror_map: MirrorMap, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-    """Takes the mirror step through the dual space, for any map."""
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    grad = as_vector(mirror_map.num_params, grad=grad)
-    return mirror_map.inverse(mirror_map.grad(theta) - learning_rate * grad, theta)
-
-
-def bregman_divergence(mirror_map: MirrorMap, theta: Any, other: Any) -> jax.Array:
-    """Computes B_Ψ from its definition in float64; a negative rounding error becomes zero."""
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    other = as_vector(mirror_map.num_params, other=other)
-
-    def from_definition(mirror_map: MirrorMap, theta: jax.Array, other: jax.Array) -> jax.Array:
-        left, right = theta.astype(jnp.float64), other.astype(jnp.float64)
-        linear = mirror_map.value(right) + jnp.dot(mirror_map.grad(right), left - right)
-        divergence = mirror_map.value(left) - linear
-        return jnp.where(divergence < 0, 0.0, divergence).astype(theta.dtype)
-
-    return float64_call(from_definition, mirror_map, theta, other)
-
-
-def project_convex(mirror_map: MirrorMap, theta: Any, constraint: Constraint) -> Solution:
-    """Computes the Bregman projection for any smooth map, in float64.
-
-    The projection onto a ball solves ∇Ψ(x) + μ x = ∇Ψ(θ), with μ ≥ 0 such that ‖x‖ = r. As ‖x(μ)‖
-    decreases in μ, a bracketing root finder gives μ; each evaluation is a Newton solve that starts
-    at the last solution.
-    """
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    if isinstance(constraint, WholeSpace):
-        return closed_form(theta)
-    if not isinstance(constraint, Ball):
-        raise projection.refuse(constraint, type(mirror_map).__name__)
-    return _onto_ball(mirror_map, theta, as_float64(constraint.radius))
-
-
 @jax.jit
-def _onto_ball(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> Solution:
-    def solve(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> Solution:
+def _onto_ball(mirror_map: SmoothMap, theta: jax.Array, radius: jax.Array) -> Solution:
+    def solve(mirror_map: SmoothMap, theta: jax.Array, radius: jax.Array) -> Solution:
         wide = theta.astype(jnp.float64)
         dual = mirror_map.grad(wide)
 
@@ -324,17 +291,39 @@ def _onto_ball(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> So
     return float64_call(solve, mirror_map, theta, radius)
 
 
-def minimize_convex(mirror_map: MirrorMap, constraint: Constraint) -> Solution:
-    """Returns argmin over C of Ψ in float64, by projecting the unconstrained minimiser."""
-    dtype = jnp.result_type(float)
-    with jax.enable_x64(True):
-        zero = jnp.zeros(mirror_map.num_params)
-        free = mirror_map.inverse(zero, zero)
-        projected = mirror_map.project(free.params, constraint)
-        solution = Solution(
-            projected.params,
-            projected.converged & free.converged,
-            projected.num_iterations + free.num_iterations,
-            jnp.maximum(projected.residual, free.residual),
-        )
-        return rounded(solution, dtype)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvexMap(SmoothMap):
+    """The map whose Ψ is the given function.
+
+    Args:
+        function: Ψ, from flat parameters to a scalar: a strongly convex JAX function that computes
+            in the dtype of its argument. (Adding a ridge makes a convex loss strongly convex.) The
+            projection calls it in float64.
+        num_params: the length p of the parameter vector.
+        tolerance: see `SmoothMap`.
+        max_iterations: see `SmoothMap`.
+    """
+
+    function: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
+    num_params: int = dataclasses.field(metadata={"static": True})
+    tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
+    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
+
+    def __post_init__(self):
+        _validate.positive_integer(num_params=self.num_params, max_iterations=self.max_iterations)
+        if self.tolerance is not None:
+            _validate.positive(tolerance=self.tolerance)
+
+    def regularized(self, weight: float = 1.0) -> "ConvexMap":
+        """Returns Ψ + ½ weight ‖θ‖²; weight = 1 gives the Ψ̂ of the paper's appendix."""
+        _validate.positive(weight=weight)
+
+        def function(theta: jax.Array) -> jax.Array:
+            return self.function(theta) + 0.5 * weight * jnp.sum(theta**2)
+
+        return dataclasses.replace(self, function=function)
+
+    def value(self, theta: Any) -> jax.Array:
+        """Returns Ψ(θ)."""
+        return self.function(as_vector(self.num_params, theta=theta))

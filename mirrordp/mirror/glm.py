@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _validate
-from mirrordp.mirror import convex, families
-from mirrordp.mirror.base import Solution, as_float64, as_vector, finite_array
+from mirrordp.mirror import families
+from mirrordp.mirror.base import as_float64, as_vector, finite_array
+from mirrordp.mirror.convex import MAX_ITERATIONS, SmoothMap
 from mirrordp.mirror.families import Family
-from mirrordp.mirror.projection import Constraint
 from mirrordp.mirror.quadratic import RELATIVE_RIDGE
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class GLMMap:
+class GLMMap(SmoothMap):
     """The map Ψ(θ) = s (1/n Σ_i (A(u_i) − ⟨y_i, u_i⟩) + ½ ridge ‖θ‖²), with u_i = Θᵀ x_i.
 
     A is the family's cumulant function: log(1 + eᵘ), log Σ eᵘ or eᵘ. Θ is θ reshaped to (d, m),
@@ -38,9 +38,8 @@ class GLMMap:
         family: the family of the loss, which defines A.
         ridge: the weight of ½‖θ‖².
         scale: s.
-        tolerance: the residual at which `inverse` and `step` count as converged. By default it
-            follows from the dtype.
-        max_iterations: the largest number of Newton iterations.
+        tolerance: see `SmoothMap`.
+        max_iterations: see `SmoothMap`.
     """
 
     features: jax.Array
@@ -49,9 +48,7 @@ class GLMMap:
     ridge: float = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
-    max_iterations: int = dataclasses.field(
-        default=convex.MAX_ITERATIONS, metadata={"static": True}
-    )
+    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
 
     @classmethod
     def logistic(
@@ -154,27 +151,3 @@ class GLMMap:
         scores = jnp.matmul(x, matrix, precision=jax.lax.Precision.HIGHEST)
         loss = jnp.mean(self.family.loss(scores, y))
         return self.scale * (loss + 0.5 * self.ridge * jnp.sum(theta**2))
-
-    def grad(self, theta: Any) -> jax.Array:
-        """Returns ∇Ψ(θ), by automatic differentiation."""
-        return jax.grad(self.value)(as_vector(self.num_params, theta=theta))
-
-    def inverse(self, dual: Any, init: Any) -> Solution:
-        """Returns (∇Ψ)⁻¹(dual), found by Newton–CG from `init`."""
-        return convex.invert(self, dual, init, self.tolerance, self.max_iterations)
-
-    def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """Returns B_Ψ(θ, θ')."""
-        return convex.bregman_divergence(self, theta, other)
-
-    def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """Returns (∇Ψ)⁻¹(∇Ψ(θ) − η g); the solver starts at θ."""
-        return convex.dual_step(self, theta, grad, learning_rate)
-
-    def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """Returns the Bregman projection, computed in float64."""
-        return convex.project_convex(self, theta, constraint)
-
-    def minimizer(self, constraint: Constraint) -> Solution:
-        """Returns argmin over C of Ψ."""
-        return convex.minimize_convex(self, constraint)
