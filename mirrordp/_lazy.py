@@ -7,12 +7,17 @@ ends with
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)
 """
 
+from __future__ import annotations
+
 import ast
 import importlib
-import importlib.util
 import os
-from collections.abc import Callable
-from typing import Any
+
+# Not imported from typing: until the command line has started, Ctrl-C shows a traceback.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def lazily(
@@ -40,12 +45,15 @@ def lazily(
         # An import from the package itself, such as `from mirrordp import mirror`, is a module.
         if module != package:
             return getattr(importlib.import_module(module), original)
-        if importlib.util.find_spec(f"{package}.{name}") is not None:
+        path = os.path.join(os.path.dirname(file), name)
+        if os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")):
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
         modules = (found.partition(".")[0] for found in os.listdir(os.path.dirname(file)))
-        return sorted({*sources, *(name for name in modules if name.isidentifier())})
+        return sorted(
+            {*sources, *(name for name in modules if name.isidentifier() and name[0] != "_")}
+        )
 
     return get, names, sorted(sources)

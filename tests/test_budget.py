@@ -503,7 +503,7 @@ class TestOneHolder:
             try:
                 budget.charge(GAUSSIAN)
             except LedgerError as error:
-                os._exit(7 if "forked off" in str(error) else 1)
+                os._exit(7 if "forked from" in str(error) else 1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         budget.charge(GAUSSIAN)

@@ -10,11 +10,16 @@ Every command is one module. The modules import the library inside the functions
 that `mirrordp --help` does not wait for JAX and `mirrordp account` never loads it.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
