@@ -25,13 +25,13 @@ def layer(function):
 
 
 def often(function):
-    """Registers a layer whose weights have factors: drawn four times as often as another one."""
+    """Registers a layer whose weights have factors; it is drawn four times as often as others."""
     LAYERS.extend([function] * 4)
     return function
 
 
 class Weights:
-    """Draws parameters, or hands out again what was drawn before, while a model is set up."""
+    """Draws parameters, or returns earlier ones again, while a model is set up."""
 
     def __init__(self, rng):
         self.rng, self.values = rng, []
