@@ -16,6 +16,7 @@ import pytest
 
 import mirrordp
 from mirrordp import Budget, Checkpoint, FileLedger, Ledger, PrivateData, PublicData, cli
+from mirrordp.cli import fit as cli_fit
 from mirrordp.linear import descent as linear
 from mirrordp.privacy import accounting
 from mirrordp.spending.budget import BudgetError
@@ -623,7 +624,7 @@ class TestFit:
         assert keys[2] != keys[0]
 
     def test_killed_after_the_model_was_written(self, files, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(cli._tables, "_remove_secrets", interrupt)
+        monkeypatch.setattr(cli_fit, "_remove_secrets", interrupt)
         assert cli.main(fit_options(files)) == 130
         monkeypatch.undo()
         kept = self.coefficients(files)
@@ -635,13 +636,13 @@ class TestFit:
         assert not (tmp_path / "model.run").exists()
 
     def test_interrupted_after_everything_was_done(self, files, capsys, monkeypatch):
-        remove = cli._tables._remove_secrets
+        remove = cli_fit._remove_secrets
 
         def removed_then_interrupted(*args):
             remove(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(cli._tables, "_remove_secrets", removed_then_interrupted)
+        monkeypatch.setattr(cli_fit, "_remove_secrets", removed_then_interrupted)
         assert cli.main(fit_options(files)) == 130
         message = capsys.readouterr().err
         assert "The run had finished" in message
