@@ -54,7 +54,7 @@ def test_all_models_together_cost_more_than_one(finished):
 
 
 def test_models_that_are_added_up_have_noise_of_their_own(tmp_path, monkeypatch):
-    """Composition counts on it: noise that meets two sums cancels in their difference."""
+    """Composition relies on it: noise that is added to two sums cancels in their difference."""
     seeds = []
     honest = demo.train
 
@@ -141,7 +141,7 @@ def test_headline_claims_no_more_than_the_error_allows(gap, words):
 
 
 def test_pda_wins_by_more_than_the_error_bar():
-    """The claim of the demonstration at its real size, with the rates that it chooses."""
+    """This is the claim of the demonstration at its real size, with the rates that it chooses."""
     settings = DemoSettings()
     mechanism = settings.mechanism()
     gaps = []
@@ -163,7 +163,7 @@ def test_pda_wins_by_more_than_the_error_bar():
                 for rate in rates
             )
 
-        # Warm DP-SGD takes its best rate in hindsight, PDA-DPMD has one: against our claim.
+        # Warm DP-SGD gets its best rate in hindsight and PDA-DPMD only one, against our claim.
         gaps.append(best(METHODS[1], (1.0, 2.0, 4.0, 8.0)) - best(METHODS[2], (16.0,)))
     error = np.std(gaps, ddof=1) / np.sqrt(len(gaps))
     assert np.mean(gaps) > 3 * error

@@ -23,7 +23,7 @@ HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u20
 
 
 def fast_mechanism(**options):
-    """Full batches have a closed form."""
+    """Makes a mechanism with full batches, for which ε has a closed form."""
     options = {"sampling": FullBatch.of(1_000), "accountant": None} | options
     return make_mechanism(**options)
 
@@ -122,7 +122,7 @@ def test_nothing_is_loaded_and_nothing_runs():
 
 
 def hostile_report():
-    """Every text that comes from elsewhere wants to break out of the page."""
+    """Makes a report in which every free text tries to break out of the page."""
     report = make_report(name=HOSTILE)
     texts = {"title", "sampling", "noise", "accountant_method", "scope", "tuning"}
     return dataclasses.replace(
@@ -296,7 +296,7 @@ def test_compare_command(capsys, folders, tmp_path):
 
 
 def test_delta_is_never_shown_smaller_than_it_is():
-    """On the page of one run, in the table of several, and in their sum."""
+    """This holds on the page of one run, in the table of several, and in their sum."""
     one = dataclasses.replace(make_report(), delta=1.2345641e-6)
     shown = report_page(one, run="one")
     assert "1.23457e-06" in shown
@@ -344,7 +344,7 @@ def test_comparing_what_cannot_be_compared_is_said(capsys):
 
 
 def table_report(target, value, epsilon_scale=1.0, **options):
-    """As `mirrordp fit --test` leaves it."""
+    """Makes a report like those of `mirrordp fit --test`."""
     results = {"method": "exact", "task": "regression", "target": target, "test_rmse": value}
     return make_report(epsilon_scale, curves=[], results=results, **options)
 
@@ -456,7 +456,7 @@ DEFICIENCIES = {
 
 
 def seen(colour, matrix):
-    """CIELAB coordinates of a colour as seen with a deficiency of colour vision."""
+    """Returns CIELAB coordinates of a colour as seen with a deficiency of colour vision."""
     rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     linear = np.clip(np.asarray(matrix) @ linear, 0, 1)

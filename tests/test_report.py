@@ -127,7 +127,7 @@ def test_only_one_run_can_be_reported():
 
 
 def test_reports_of_earlier_versions():
-    """They said "operating system" wherever no seed was stated, also after a run with one."""
+    """They said "operating system" if no seed was stated, even after a run with a seed."""
     for seed, expected in ((None, None), (7, True)):
         content = RunReport.of(make_mechanism(), DELTA, seed=seed).to_dict()
         del content["seeded"]
@@ -252,7 +252,7 @@ def test_card_rounds_epsilon_up():
 
 
 def test_card_rounds_delta_up_and_what_a_budget_promises():
-    """Rounded to the nearest, each of these would read smaller than it is."""
+    """If they were rounded to the nearest, each of these would read smaller than it is."""
     report = dataclasses.replace(
         RunReport.of(make_mechanism(), DELTA),
         delta=1.2345641e-6,
@@ -270,7 +270,7 @@ def test_card_rounds_delta_up_and_what_a_budget_promises():
 
 
 def test_card_names_the_delta_of_two_records():
-    """A chain of two neighbours: 2ε and (1 + e^ε) δ, which is no small change of delta."""
+    """A chain of two neighbours has 2ε and (1 + e^ε) δ, which changes delta a lot."""
     report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=8.0)
     assert "(epsilon 16 for two, at delta 0.02982)" in report.privacy_card()
     assert (1 + math.exp(8)) * DELTA <= 0.02982
