@@ -936,6 +936,26 @@ class TestRepeatedFits:
         assert model.privacy_.tuning.startswith("charged, as far as it was made by what runs")
         assert "share one budget" in model.privacy_.privacy_card()
 
+    def test_fits_on_a_ledger_are_charged_and_reported_together(self, tmp_path):
+        data = (*draw("regression", 100), *draw("regression", 60, seed=1))
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        fit = PrivateLinearRegression(0.5, num_steps=2, random_state=0).fit
+        first = fit(*data, spend=ledger).privacy_
+        assert first.epsilon == pytest.approx(ledger.epsilon(1e-5).epsilon)
+        assert first.epsilon <= 0.5
+        # A ledger adds up fits that were fixed beforehand; whether they were is not known.
+        with pytest.warns(UserWarning, match="one of 2 private fits"):
+            second = fit(*data, spend=ledger).privacy_
+        assert second.epsilon == ledger.epsilon(1e-5).epsilon > 1.3 * first.epsilon
+        with pytest.raises(TypeError, match="spend must be Ledger or Budget"):
+            fit(*data, spend=1.0)
+        with pytest.raises(ValueError, match="survives a crash, got one in memory"):
+            fit(*data, spend=ledger, checkpoint=mirrordp.Checkpoint(tmp_path / "run"))
+        other = mirrordp.Ledger(mirrordp.Adjacency.REPLACE)
+        with pytest.raises(ValueError, match="one ledger has one adjacency"):
+            fit(*data, spend=other)
+        assert other.event == mirrordp.Ledger(mirrordp.Adjacency.REPLACE).event
+
 
 class TestMistakes:
     def test_what_is_not_finite_is_refused_for_the_operator_only(self, task):

@@ -673,7 +673,8 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
 
     def predict(self, X):
         """Returns the most probable class of each row."""
-        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+        probabilities = self.predict_proba(X)
+        return self.classes_[np.argmax(probabilities, axis=1)]
 
     def __sklearn_tags__(self):
         return _with_poor_score(super().__sklearn_tags__())
