@@ -14,6 +14,7 @@ from mirrordp._rounding import downwards, floored, percent_upwards, upwards
 from mirrordp._versions import library_versions
 from mirrordp.privacy import Accountant, FullBatch
 from mirrordp.report import NOT_FOR_RELEASE, Curve, ReportError, RunReport, comparison_figure
+from mirrordp.spending import BudgetError
 from mirrordp.spending.files import write_atomically
 
 DELTA = 1e-5
@@ -183,15 +184,14 @@ def test_ledger_of_another_adjacency_is_refused():
         RunReport.of(make_mechanism(), DELTA, spend=Ledger(Adjacency.REPLACE))
 
 
-def test_budget_of_another_adjacency_is_refused(tmp_path):
+def test_budget_of_another_kind_is_refused(tmp_path):
     rows = mirrordp.PrivateData(np.zeros((1_000, 2), np.float32))
     with Budget.create(tmp_path, epsilon=3, delta=DELTA, data=rows) as budget:
         assert RunReport.of(make_mechanism(), DELTA, spend=budget).ledger["budget"]["epsilon"] == 3
-        other = make_mechanism(
-            adjacency=Adjacency.REPLACE, sampling=FullBatch.of(1_000), accountant=None
-        )
-        with pytest.raises(ValueError, match="one adjacency"):
-            RunReport.of(other, DELTA, spend=budget)
+        replaced = {"adjacency": Adjacency.REPLACE, "sampling": FullBatch.of(1_000)}
+        for kind in (replaced | {"accountant": None}, {"unit": "user"}):
+            with pytest.raises(BudgetError, match="one example as unit"):
+                RunReport.of(make_mechanism(**kind), DELTA, spend=budget)
 
 
 def test_spend_is_a_ledger_or_a_budget(tmp_path):

@@ -321,15 +321,16 @@ def _charged_to(
     from mirrordp.spending.ledger import FileLedger, Ledger
 
     _validate.instance_of((Ledger, Budget), spend=spend)
-    if spend.adjacency is not mechanism.adjacency:
-        raise ValueError(
-            f"spend and mechanism must share one adjacency, got {spend.adjacency.value!r} and "
-            f"{mechanism.adjacency.value!r}. Pass the ledger or budget that the run was charged to."
-        )
     if isinstance(spend, Budget):
+        spend.check_kind(mechanism)
         status = spend.status
         budget = {name: getattr(status, name) for name in ("epsilon", "delta", "runs", "used")}
         return run, "this run", {**status.position._asdict(), "budget": budget}
+    if spend.adjacency is not mechanism.adjacency:
+        raise ValueError(
+            f"ledger and mechanism must share one adjacency, got {spend.adjacency.value!r} and "
+            f"{mechanism.adjacency.value!r}. Pass the ledger that the run was charged to."
+        )
     found = spend.epsilon(delta, accountant=mechanism.accountant, orders=mechanism.orders)
     if found.epsilon < run.epsilon * (1 - 1e-6):
         raise ValueError(
