@@ -18,6 +18,7 @@ import mirrordp
 from mirrordp import Adjacency, Mechanism, PoissonSampling, PrivateClients, PublicClients
 from mirrordp.privacy import Accountant, accounting
 from mirrordp.training import AdaptiveClip, engine, federated
+from mirrordp.training.step import PublicGradient
 from mirrordp.updates import schedules
 from tests import tools
 
@@ -497,16 +498,16 @@ class TestRound:
         assert np.abs(before - sums()).max() > 0.1
 
     def test_an_alpha_above_one_does_not_enlarge_the_sum_before_its_noise(self):
-        """`federated_train` refuses it; a server of one's own may pass anything."""
+        """`train` refuses it; a server of one's own may pass anything."""
         step = federated.FederatedStep(
             loss_fn=tools.squared_distance, mechanism=mechanism(), optimizer=optax.sgd(1.0),
             client_learning_rate=0.1, scale_noise=False,
         )  # fmt: skip
         state = step.init(jnp.zeros(3), jax.random.key(0))
         total = step.one_sum(step.contribution(jnp.ones(3), state.clip_norm)[0])
-        nothing = federated.Unprivatized(*jnp.zeros(3))
+        public = PublicGradient(jnp.zeros(3), jnp.zeros([]))
         norms = [
-            float(step.finish(state, total, nothing, jnp.zeros(3), alpha)[1].noisy_grad_norm)
+            float(step.finish(state, total, public, alpha)[1].noisy_grad_norm)
             for alpha in (1.0, 50.0)
         ]
         assert norms[1] == pytest.approx(norms[0])
@@ -583,14 +584,11 @@ class TestNeighbours:
         """Clipping after adding lets one user turn the whole sum."""
         clip = federated.clip_delta
 
-        def late(self, state, examples, num_examples, is_padding, keys, num_batches=None):
-            deltas, _ = self.local_updates(
-                self.loss_fn, state, examples, num_examples, keys, num_batches
-            )
+        def late(self, state, batch, is_padding, keys):
+            deltas, _ = self.local_updates(self.loss_fn, state, batch, keys)
             total = jax.tree.map(lambda leaf: leaf.sum(axis=0), deltas)
             total = clip(total, len(is_padding) * CLIP).delta
-            total = self.one_sum(federated.Contribution(total, None))
-            return total, federated.Unprivatized(*jnp.zeros([3]))
+            return self.one_sum(federated.Contribution(total, None))
 
         monkeypatch.setattr(federated.FederatedStep, "private_sum", late)
         monkeypatch.setattr(engine, "_run_passes", uncached(engine._run_passes))
@@ -651,12 +649,12 @@ class TestNeighbours:
 
 
 def uncached(jitted):
-    """A fresh compilation of `jitted`, so that a sabotaged function is traced."""
+    """Compiles `jitted` anew, so that a sabotaged function is traced."""
 
-    def fresh(step, *args, **options):
-        return jitted.__wrapped__(step, *args, **options)
+    def fresh(*args):
+        return jitted.__wrapped__(*args)
 
-    return jax.jit(fresh, static_argnums=0, static_argnames=("width", "public_width"))
+    return jax.jit(fresh, static_argnums=(0, 1, 2))
 
 
 class TestEdges:
@@ -707,7 +705,7 @@ class TestEdges:
         options = {
             "loss": lambda p, x: jnp.sum(jnp.abs(p["w"] - x) ** 2),
             "start": {"w": jnp.ones(3, dtype)},
-            "ledger": (ledger := mirrordp.Ledger(Adjacency.ZERO_OUT)),
+            "spend": (ledger := mirrordp.Ledger(Adjacency.ZERO_OUT)),
             "mechanism": mechanism(noise_multiplier=1.0),
         }
         with pytest.raises(TypeError, match=r"must be floating point, got .* at params\['w'\]"):
@@ -753,7 +751,7 @@ class TestEdges:
             ({"client_learning_rate": 0.0}, ValueError, "client_learning_rate must be"),
             ({"users_per_pass": 0}, ValueError, "users_per_pass must be"),
             ({"num_steps": 7}, ValueError, "made for 6 steps"),
-            ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, ValueError, "one adjacency"),
+            ({"spend": mirrordp.Ledger(Adjacency.REPLACE)}, ValueError, "one adjacency"),
             ({"loss": lambda p, x: p - x}, ValueError, "one scalar"),
         ],
     )

@@ -17,14 +17,15 @@ import pytest
 from jax.custom_batching import custom_vmap
 
 import mirrordp
-from mirrordp import Checkpoint, PrivateData, PublicData, TrainStep
-from mirrordp.training import central as training
+from mirrordp import Checkpoint, PrivateData, PublicData, SweepRun, TrainStep
+from mirrordp.training import engine
 from mirrordp.training.checkpoint import CheckpointError, program
 from mirrordp.training.federated import FederatedStep
 from tests import test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])
-ROWS = tools.features()
+PRIVATE = PrivateData(tools.features())
+USERS = test_federated.clients()
 
 
 def scaled(inner, position):
@@ -199,7 +200,23 @@ def steps(loss, public_loss=None, optimizer=None):
 
 
 def described(**options):
-    return [training.described_step(step, THETA, ROWS, b"k" * 32) for step in steps(**options)]
+    """What a checkpoint compares, for a step of each kind."""
+    found = []
+    for step, private in zip(steps(**options), (PRIVATE, USERS), strict=True):
+        run = SweepRun()
+        plan = engine._Plan(
+            step=step, params=THETA, runs=[run], alphas=np.ones((1, 1)), private=private,
+            public=None, needs_public_grad=False, excluded=np.zeros(len(private), bool),
+            steps_per_call=1, stream=False, is_sweep=False,
+        )  # fmt: skip
+        starts = [engine._starting_point(step, THETA, run)]
+        found.append(engine._configuration(plan, starts, b"k" * 32))
+    return found
+
+
+def described_loss(name, loss):
+    step, _ = steps(tools.squared_distance)
+    return engine._described_loss(name, step, loss, THETA, PRIVATE)
 
 
 def differing(one, two):
@@ -230,7 +247,7 @@ def test_a_batching_rule_that_differs():
 
     def hashed(value):
         loss = of_example(mapped_with)(value)
-        return training.described_loss("public_loss_fn", loss, THETA, None, ROWS)
+        return described_loss("public_loss_fn", loss)
 
     assert hashed(1.0) == hashed(1.0) != hashed(2.0)
 
@@ -269,7 +286,7 @@ def test_callbacks_are_refused(name, place):
     is_backward = place is in_backward
     loss = scaled(lambda x: x, call) if is_backward else scaled(call, lambda params: params)
     with pytest.raises(CheckpointError, match=f"expected public_loss_fn .* operation '{name}'"):
-        training.described_loss("public_loss_fn", loss, THETA, None, ROWS)
+        described_loss("public_loss_fn", loss)
     update = jax.grad(lambda x: jnp.sum(call(x) ** 2)) if is_backward else call
     optimizer = optax.stateless(lambda updates, params: update(updates))
     with pytest.raises(CheckpointError, match=f"expected optimizer .* operation '{name}'"):
@@ -286,7 +303,7 @@ def central_run(folder, resume, loss=tools.squared_distance, **options):
         "checkpoint": Checkpoint(folder, every=5, resume=resume),
     }
     public = PublicData(tools.features(rows=10, seed=1))
-    return tools.train(loss, THETA, PrivateData(ROWS), public, **(defaults | options))
+    return tools.train(loss, THETA, PRIVATE, public, **(defaults | options))
 
 
 def federated_run(folder, resume, loss=tools.squared_distance, **options):
@@ -371,4 +388,4 @@ def test_a_callback_that_custom_rules_replace_is_seen():
         lambda kept, cotangent: (cotangent * kept[1], cotangent * kept[0]),
     )
     with pytest.raises(CheckpointError, match="pure_callback"):
-        training.described_loss("loss_fn", loss, jnp.ones(3), None, np.ones((4, 3), np.float32))
+        described_loss("loss_fn", loss)

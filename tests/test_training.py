@@ -16,7 +16,6 @@ import pytest
 import mirrordp
 from mirrordp import Adjacency, Ledger, PrivateData, PublicData
 from mirrordp.data import Overlap, UnprotectedWarning
-from mirrordp.privacy.clipping import frozen_mask
 from mirrordp.training import engine
 from mirrordp.training.central import TrainStep
 from tests import statistical, tools
@@ -421,12 +420,18 @@ class TestFrozen:
         with pytest.raises(ValueError, match="trainable must be True for at least one"):
             run(trainable=False)
 
-    def test_the_mask_is_hashable(self):
-        mask = frozen_mask({"backbone": False, "head": True}, self.params)
-        assert hash(mask) == hash(
-            frozen_mask({"backbone": False, "head": {"w": True, "b": True}}, self.params)
+    def test_steps_of_equal_masks_are_equal(self):
+        """They then compile once."""
+        step, same, other = (
+            TrainStep(self.loss, mechanism(), sgd(0.1), trainable=mask)
+            for mask in (
+                {"backbone": False, "head": True},
+                {"head": True, "backbone": False},
+                {"backbone": True, "head": False},
+            )
         )
-        assert frozen_mask(None, self.params) is None
+        assert step == same != other
+        assert hash(step) == hash(same)
 
 
 class TestBadRows:
@@ -601,7 +606,7 @@ class TestBadInput:
         self, error, message, *, private=PRIVATE, public=PUBLIC, loss=None, params=THETA, **options
     ):
         ledger = Ledger(Adjacency.ZERO_OUT)
-        options = {"ledger": ledger} | options
+        options = {"spend": ledger} | options
         with pytest.raises(error, match=message):
             run(
                 private=private,
@@ -667,7 +672,7 @@ class TestBadInput:
         self.refuse((TypeError, ValueError), f"{name} must be", **{name: bad, "alpha": 0.5})
 
     def test_ledger_of_another_kind(self):
-        with pytest.raises(TypeError, match="ledger must be Ledger"):
+        with pytest.raises(TypeError, match="spend must be Ledger or Budget, got list"):
             run(spend=[])
 
     def test_a_loss_that_is_not_a_scalar(self):

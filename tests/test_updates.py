@@ -1,5 +1,6 @@
-"""The first-order step against numpy, α = 1 to the bit, optax after it, averages."""
+"""Updates against numpy, α = 1 to the bit, optax after them, inside `train`, averages."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,17 @@ import numpy as np
 import optax
 import pytest
 
+import mirrordp
 from mirrordp import ExponentialAverage, UniformAverage, mix_public_gradient
-from mirrordp.updates import schedules
+from mirrordp.mirror import QuadraticMap
+from mirrordp.updates import (
+    accelerated_mirror_descent,
+    lazy_mirror_descent,
+    linearized_lazy_mirror_descent,
+    mirror_descent,
+    schedules,
+)
+from tests import tools
 from tests.contracts.update import PARAMS, UpdateContract, assert_equal_bits, gradient
 
 UPDATES = [
@@ -83,6 +93,135 @@ class TestFirstOrderStep:
             weights.append(float(found["a"][0]))
         assert weights == [1, 0.5, 0, 0]
         assert int(state.step) == 4
+
+
+MAP = QuadraticMap.from_hessian(
+    np.diag([1.0, 2.0, 3.0]) + 0.1, np.array([0.2, 0.1, -0.3]), scale=1.0
+)
+OPTIMIZERS = {
+    "mirror descent": mirror_descent(MAP, 0.3),
+    "lazy": lazy_mirror_descent(MAP, 0.3),
+    "linearized lazy": linearized_lazy_mirror_descent(0.3),
+    "accelerated": accelerated_mirror_descent(MAP, 0.3),
+    "mixing": optax.chain(mix_public_gradient(0.5), optax.sgd(0.1)),
+}
+NEEDY = ("linearized lazy", "mixing")
+SCHEDULE = (1.0, 0.5, 1.0, 0.25)
+X, OTHER = tools.features(rows=12), tools.features(rows=5, seed=1)
+START = jnp.array([0.5, -0.5, 0.25])
+LOCAL_RATE = 0.25
+
+
+class Examples:
+    """Full batches without noise, whose gradients are θ − mean."""
+
+    private, public = mirrordp.PrivateData(X), mirrordp.PublicData(OTHER)
+    rate = 1.0
+
+    @staticmethod
+    def step(optimizer, noise_multiplier=0.0):
+        made = mirrordp.Mechanism(
+            sampling=mirrordp.privacy.FullBatch.of(len(X)),
+            l2_clip_norm=100.0,
+            noise_multiplier=noise_multiplier,
+            num_steps=len(SCHEDULE),
+        )
+        return mirrordp.TrainStep(tools.squared_distance, made, optimizer)
+
+
+class Users(Examples):
+    """Users of one row each: their pseudo-gradients are the same but for the local rate."""
+
+    private, public = (
+        kind.from_users(list(rows[:, None]), max_examples_per_user=1)
+        for kind, rows in ((mirrordp.PrivateClients, X), (mirrordp.PublicClients, OTHER))
+    )
+    rate = LOCAL_RATE
+
+    @staticmethod
+    def step(optimizer, noise_multiplier=0.0):
+        central = Examples.step(optimizer, noise_multiplier)
+        made = dataclasses.replace(central.mechanism, unit="user")
+        return mirrordp.FederatedStep(
+            tools.squared_distance, made, optimizer, client_learning_rate=LOCAL_RATE,
+            client_batch_size=1, users_per_pass=4,
+        )  # fmt: skip
+
+
+def by_hand(optimizer, alphas, rate):
+    """A plain loop: the optimiser is given the mixed gradient and the public one."""
+    theta, state, iterates = START, optimizer.init(START), []
+    update = jax.jit(optax.with_extra_args_support(optimizer).update)
+    for alpha in alphas:
+        private, public = (rate * (theta - rows.mean(axis=0)) for rows in (X, OTHER))
+        mixed = alpha * private + (1 - alpha) * public
+        change, state = update(mixed, state, theta, public_grad=public)
+        theta = theta + change
+        iterates.append(theta)
+    return np.array(iterates)
+
+
+class TestInsideTrain:
+    """`train` hands the optimiser the mixed gradient, and the public one as `public_grad`."""
+
+    @pytest.mark.parametrize("kind", [Examples, Users])
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_equals_a_plain_loop(self, kind, name):
+        step, options = kind.step(OPTIMIZERS[name]), mirrordp.TrainOptions(steps_per_call=1)
+        without = {"alpha": 1.0, "public": kind.public if name in NEEDY else None}
+        for given in (without, {"alpha": SCHEDULE, "public": kind.public}):
+            run = mirrordp.train(step, START, kind.private, **given, seed=0, options=options)
+            found = np.array([state.params for state, _ in run])
+            alphas = np.broadcast_to(given["alpha"], len(SCHEDULE))
+            expected = by_hand(OPTIMIZERS[name], alphas, kind.rate)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        assert np.abs(found[-1] - START).max() > 0.02
+
+    @pytest.mark.parametrize("kind", [Examples, Users])
+    def test_mixing_is_the_alpha_of_train(self, kind):
+        """With noise, which both scale by α."""
+        runs = [
+            (tools.sgd(0.1), 0.5),
+            (OPTIMIZERS["mixing"], 1.0),
+            (tools.sgd(0.1), 1.0),
+        ]
+        own, mixed, private_only = (
+            tools.last(
+                mirrordp.train(
+                    kind.step(optimizer, 2.0), START, kind.private, kind.public, alpha=alpha, seed=0
+                )
+            )[0].params
+            for optimizer, alpha in runs
+        )
+        np.testing.assert_allclose(mixed, own, rtol=1e-6)
+        assert np.abs(private_only - own).max() > 1e-3
+
+    @pytest.mark.parametrize("kind", [Examples, Users])
+    @pytest.mark.parametrize("name", NEEDY)
+    def test_without_public_data_it_is_refused(self, kind, name):
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        message = "the optimizer takes a public gradient, so public data is needed, got none"
+        with pytest.raises(ValueError, match=message):
+            mirrordp.train(kind.step(OPTIMIZERS[name]), START, kind.private, spend=ledger)
+        assert ledger.epsilon(1e-3).epsilon == 0
+
+    @pytest.mark.parametrize("kind", [Examples, Users])
+    def test_an_optional_public_gradient_comes_at_every_step(self, kind):
+        """Also where α = 1, and a step of users would not compute it on its own account."""
+
+        def update(updates, state, params=None, *, public_grad=None, **extra_args):
+            seen = jnp.full(3, jnp.nan) if public_grad is None else public_grad
+            return jnp.zeros_like(updates), (state[0] + 1, state[1].at[state[0]].set(seen))
+
+        optimizer = optax.GradientTransformationExtraArgs(
+            lambda params: (jnp.zeros([], int), jnp.zeros((len(SCHEDULE), 3))), update
+        )
+        run = functools.partial(mirrordp.train, kind.step(optimizer), START, kind.private, seed=0)
+        expected = np.tile(kind.rate * (START - OTHER.mean(axis=0)), (len(SCHEDULE), 1))
+        for alpha in (1.0, SCHEDULE):
+            state, _ = tools.last(run(kind.public, alpha=alpha))
+            np.testing.assert_allclose(state.opt_state[1], expected, rtol=1e-5, atol=1e-6)
+        assert np.isnan(tools.last(run())[0].opt_state[1]).all()
 
 
 class TestAverages:

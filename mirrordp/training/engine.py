@@ -568,6 +568,7 @@ def _prepared_blocks(
     if not starts:
         return
     executor = ThreadPoolExecutor(max_workers=1)
+    is_finalizing = sys.is_finalizing  # at the end of the interpreter `sys` may be gone
     try:
         upcoming = executor.submit(_packed, plan, plan.block(starts[0]), batches)
         for start, following in itertools.zip_longest(starts, starts[1:]):
@@ -577,7 +578,7 @@ def _prepared_blocks(
             yield start, prepared
     finally:
         # A run that was left unfinished may end with the interpreter, when no thread can be joined.
-        executor.shutdown(wait=not sys.is_finalizing())
+        executor.shutdown(wait=not is_finalizing())
 
 
 def _packed(
