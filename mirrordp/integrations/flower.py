@@ -658,7 +658,7 @@ def _ticket(reply: Message) -> str | None:
 @functools.partial(jax.jit, static_argnames="step")
 def _add(step: FederatedStep, total: PrivateSum, delta: PyTree, clip_norm: jax.Array):
     contribution, _ = step.contribution(delta, clip_norm)
-    return total.plus(step.one_sum(contribution))
+    return total + step.one_sum(contribution)
 
 
 @functools.partial(jax.jit, static_argnames="step")
