@@ -225,7 +225,9 @@ class TestConstraint:
             "euclidean": EuclideanMap(WIDTH),
             "logistic": GLMMap.logistic(x, y > 0, ridge=0.1),
         }.get(kind, QuadraticMap.from_data(x, y))
-        make = updates.accelerated_mirror_descent if kind == "accelerated" else updates.mirror_descent
+        make = (
+            updates.accelerated_mirror_descent if kind == "accelerated" else updates.mirror_descent
+        )
         optimizer = make(mirror_map, 3.0, constraint=Ball(0.7))
         params = jnp.zeros(WIDTH)
         state = optimizer.init(params)
