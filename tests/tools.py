@@ -98,10 +98,11 @@ class Replay:
 
     Two neighbouring data sets of different length cannot be drawn from with the same generator
     state; the coupling of the proof (the same coin for each common record) is stated as draws.
+    Draws are made on the host, so samplers that differ in them alone share one compiled program.
     """
 
     base: mirrordp.PoissonSampling
-    draws: tuple[tuple[int, ...], ...]
+    draws: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
 
     @property
     def name(self) -> str:
