@@ -7,7 +7,7 @@ from mirrordp._versions import VERSION
 
 if TYPE_CHECKING:
     from mirrordp import mirror as mirror
-    from mirrordp.data.rows import (
+    from mirrordp.data import (
         PrivateClients as PrivateClients,
         PrivateData as PrivateData,
         PublicClients as PublicClients,

@@ -196,7 +196,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
                 test=arguments.test,
-                budget=budget,
+                spend=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
                 checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True)
