@@ -57,10 +57,8 @@ if TYPE_CHECKING:
         ExponentialAverage as ExponentialAverage,
         UniformAverage as UniformAverage,
     )
-    from mirrordp.updates.descent import (
-        mirror_descent as mirror_descent,
-        mix_public_gradient as mix_public_gradient,
-    )
+    from mirrordp.updates.descent import mirror_descent as mirror_descent
+    from mirrordp.updates.mixing import mix_public_gradient as mix_public_gradient
     from mirrordp.updates.public import (
         warm_start as warm_start,
     )

@@ -49,8 +49,8 @@ from mirrordp.training.step import (
     TrainInfo,
     check_loss,
     info_of_run,
+    needs_public_grad,
     record_keys,
-    requires_public_grad,
     select,
     shown_arrays,
 )
@@ -266,11 +266,11 @@ def start(
     params = jax.tree.map(jnp.asarray, params)
     step.check(params, private, public)
     mechanism.check_num_examples(len(private))
-    needs_public_grad = requires_public_grad(step, params)
-    reads_public = needs_public_grad or bool((alphas < 1).any())
+    needs_grad = needs_public_grad(step, params, has_public=public is not None)
+    reads_public = needs_grad or bool((alphas < 1).any())
     if reads_public and public is None:
         reason = f"alpha goes down to {float(alphas.min()):g}"
-        if needs_public_grad:
+        if needs_grad:
             reason = "the optimizer takes a public gradient"
         raise ValueError(
             f"{reason}, so public data is needed, got none. Pass public=..., or train on private "
@@ -300,7 +300,7 @@ def start(
             alphas=alphas,
             private=private,
             public=public if reads_public else None,
-            needs_public_grad=needs_public_grad,
+            needs_public_grad=needs_grad,
             excluded=step.excluded(private, public, options.overlap),
             steps_per_call=min(options.steps_per_call or step.steps_per_call, total),
             stream=not fits_on_device(private) if options.stream is None else options.stream,
@@ -649,8 +649,8 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[st
     """Returns everything that decides what the run computes, in words or as a fingerprint."""
     step, params = plan.step, plan.params
     part = step.trainable.part(params)
-    opt_state = step.optimizer.init(part)
-    gradients = {"public_grad": part} if plan.needs_public_grad else {}
+    optimizer = optax.with_extra_args_support(step.optimizer)
+    extra_args = {} if plan.public is None else {"public_grad": part}
     programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
     names = [f.name for f in dataclasses.fields(step) if f.name not in programs]  # pyright: ignore[reportArgumentType]
     records = step.records(plan.private)
@@ -659,9 +659,9 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[st
         "loss_fn": _described_loss("loss_fn", step, step.loss_fn, params, plan.private),
         "optimizer": checkpoints.program(
             "optimizer",
-            functools.partial(step.optimizer.update, **gradients),
+            functools.partial(optimizer.update, **extra_args),
             part,
-            opt_state,
+            optimizer.init(part),
             part,
         ),
         "starting parameters": _fingerprint.of_arrays(key, [tuple(start) for start in starts]),

@@ -24,7 +24,7 @@ from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import Batch, LossFn, Params, PyTree
 from mirrordp.updates.averages import Average, ExponentialAverage, UniformAverage
-from mirrordp.updates.descent import mix_gradients
+from mirrordp.updates.mixing import mix_gradients
 
 Private = PrivateData | PrivateClients
 Public = PublicData | PublicClients
@@ -315,16 +315,30 @@ def record_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.maximum(numbers, 0))
 
 
-def requires_public_grad(step: Step, params: Params) -> bool:
-    """Returns whether the optimiser cannot do without the extra argument `public_grad`."""
+def needs_public_grad(step: Step, params: Params, *, has_public: bool) -> bool:
+    """Returns whether the optimiser needs the extra argument `public_grad` at every step.
+
+    It does if the argument is required. With public data, it also does if the argument is optional
+    and read.
+    """
     part = step.trainable.part(params)
+    optimizer = optax.with_extra_args_support(step.optimizer)
+
+    def update(**extra_args: PyTree) -> PyTree:
+        return optimizer.update(part, optimizer.init(part), part, **extra_args)
+
     try:
-        jax.eval_shape(lambda: step.optimizer.update(part, step.optimizer.init(part), part))
+        jax.eval_shape(update)
     except TypeError as error:
         if "public_grad" in str(error):
             return True
         raise
-    return False
+    if not has_public:
+        return False
+    program = jax.make_jaxpr(lambda grad: update(public_grad=grad))(part).jaxpr
+    read = {id(atom) for equation in program.eqns for atom in equation.invars}
+    read |= {id(atom) for atom in program.outvars}
+    return any(id(atom) in read for atom in program.invars)
 
 
 def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         lazy_mirror_descent as lazy_mirror_descent,
         linearized_lazy_mirror_descent as linearized_lazy_mirror_descent,
         mirror_descent as mirror_descent,
+    )
+    from mirrordp.updates.mixing import (
         mix_gradients as mix_gradients,
         mix_public_gradient as mix_public_gradient,
     )

@@ -1,17 +1,12 @@
-"""Steps that follow the noise, as optax transformations. All of this is post-processing.
+"""Exact mirror descent after the noise, as optax transformations. All of it is post-processing.
 
-The paper's first-order form of mirror descent (its equation for θ_{t+1} in the section "First-order
-Approximation to Mirror Descent") is
-
-    θ_{t+1} = θ_t − η (α_t (g_t + b_t) + (1 − α_t) ∇Ψ(θ_t)),
-
-that is `optax.chain(mix_public_gradient(alpha), optax.sgd(eta))`. With α = 1 it is DP-SGD.
-
-The exact form (Algorithm 1) is `mirror_descent(mirror_map, eta)`, with an accelerated and two lazy
-relatives; they take the place of the optimiser in `mirrordp.train(..., alpha=1)`.
+`mirror_descent(mirror_map, eta)` is Algorithm 1 of the paper; it has an accelerated and two lazy
+relatives. Each of them takes the place of the optimiser in `mirrordp.train(step, ...)`, where
+`alpha=1` hands it the noisy private gradient alone. The paper's first-order form, which needs no
+map, is in `mirrordp.updates.mixing`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -21,70 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from mirrordp import _validate, mirror
 from mirrordp.mirror import Constraint, EuclideanMap, MirrorMap, QuadraticMap, WholeSpace
-from mirrordp.types import AlphaSchedule, Params, PyTree
-from mirrordp.updates import schedules
-
-
-class MixPublicGradientState(NamedTuple):
-    """The number of steps taken, from which α_t follows."""
-
-    step: jax.Array
-
-
-def mix_gradients(
-    private_grad: PyTree, public_grad: PyTree, *, alpha: jax.Array, scale_noise: bool = True
-) -> PyTree:
-    """α (g + b) + (1 − α) ∇Ψ; with `scale_noise=False`, where the input is α g + b, its sum with
-    (1 − α) ∇Ψ. At α = 1 it is the private gradient to the bit, whatever the public one holds.
-    """
-
-    def mix(private, public):
-        mixed = (alpha if scale_noise else 1.0) * private + (1 - alpha) * public
-        return jnp.where(alpha == 1, private, mixed).astype(private.dtype)
-
-    return jax.tree.map(mix, private_grad, public_grad)
-
-
-def mix_public_gradient(
-    alpha: float | Sequence[float] | AlphaSchedule, *, scale_noise: bool = True
-) -> optax.GradientTransformationExtraArgs:
-    """Mixes the noisy private gradient with the public one: α_t (g + b) + (1 − α_t) ∇Ψ.
-
-    `update(private_grad, state, params, *, public_grad)` takes the public gradient as a required
-    keyword: forgetting it is a TypeError, not a silent zero.
-
-    Args:
-        alpha: a number, a list, or a schedule; see `mirrordp.updates.schedules`.
-        scale_noise: True is the paper: the update is given g + b and multiplies both by α_t. False
-            is the variant of the authors' federated code, α_t g + b + (1 − α_t) ∇Ψ: the update
-            must then be given α_t g + b, the sum weighted *before* its noise, as
-            `mirrordp.train(..., scale_noise=False)` does.
-
-    Returns:
-        An optax transformation; any optimiser may follow it in `optax.chain`.
-    """
-    schedule = schedules.as_schedule(alpha)
-
-    def init(params: Params) -> MixPublicGradientState:
-        del params
-        return MixPublicGradientState(jnp.zeros([], jnp.int32))
-
-    def update(
-        updates: PyTree,
-        state: MixPublicGradientState,
-        params: Params | None = None,
-        *,
-        public_grad: PyTree,
-        **extra_args,
-    ) -> tuple[PyTree, MixPublicGradientState]:
-        del params, extra_args
-        weight = jnp.asarray(schedule(state.step), jnp.float32)
-        mixed = mix_gradients(updates, public_grad, alpha=weight, scale_noise=scale_noise)
-        return mixed, MixPublicGradientState(state.step + 1)
-
-    # The extra-args protocol cannot be spelled in types: optax leaves the keywords open.
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
+from mirrordp.types import Params, PyTree
 
 LearningRate: TypeAlias = float | Callable[[jax.Array], jax.typing.ArrayLike]
 """A number, or an optax schedule: a function of the step 0, 1, ..."""
@@ -103,11 +35,11 @@ def _check_update(mirror_map: MirrorMap | None, learning_rate: LearningRate) -> 
 
 
 def _ravel(tree: PyTree | None, size: int | None) -> tuple[jax.Array, Callable]:
-    """A tree of parameters or gradients as one vector, and the way back."""
+    """Returns a tree of parameters or gradients as one vector, and the function that undoes it."""
     if tree is None:
         raise ValueError(
-            "mirror descent needs the parameters: call update(grads, state, params), as "
-            "mirrordp.train does."
+            "mirror descent needs the parameters, got params=None. Call "
+            "update(grads, state, params), as mirrordp.train does."
         )
     vector, unravel = ravel_pytree(tree)
     if size is not None and vector.size != size:
@@ -136,12 +68,12 @@ class MirrorDescentState(NamedTuple):
 def mirror_descent(
     mirror_map: MirrorMap, learning_rate: LearningRate, *, constraint: Constraint | None = None
 ) -> optax.GradientTransformation:
-    """The step of Algorithm 1 (line 5), after the noise:
+    """Returns the step of Algorithm 1 (line 5) as a transformation.
 
         θ_{t+1} = argmin_{θ ∈ C} η_t ⟨g_t, θ⟩ + B_Ψ(θ, θ_t).
 
-    Use it as the optimiser of `mirrordp.train(..., alpha=1, average=UniformAverage())`. On the
-    Euclidean map and the whole space it is `optax.sgd` to the bit.
+    Use it as the optimiser of a `TrainStep` with `average=UniformAverage()`, and train with the
+    default `alpha=1`. On the Euclidean map and the whole space it is `optax.sgd` to the bit.
 
     Args:
         mirror_map: Ψ, on the parameters raveled into one vector.
@@ -180,7 +112,7 @@ def _mirror_change(
     learning_rate: jax.Array,
     constraint: Constraint,
 ) -> tuple[jax.Array, jax.Array]:
-    """θ_{t+1} − θ_t, and whether the solvers converged."""
+    """Returns θ_{t+1} − θ_t, and whether the solvers converged."""
     if isinstance(mirror_map, EuclideanMap):
         # As optax.sgd writes it: in another form the compiler may round θ + change differently.
         change = -learning_rate * grad
@@ -217,7 +149,7 @@ class AcceleratedMirrorDescentState(NamedTuple):
 def accelerated_mirror_descent(
     mirror_map: MirrorMap, learning_rate: LearningRate, *, constraint: Constraint | None = None
 ) -> optax.GradientTransformation:
-    """Accelerated mirror descent (see `mirrordp.mirror.accelerated_step`) as a transformation.
+    """Returns accelerated mirror descent (`mirrordp.mirror.accelerated_step`) as a transformation.
 
     The parameters that it moves are x_{k+1}, where the next gradient must be taken. The result is
     y_T instead, `accelerated_result(state, params)`; averages of the iterates have no meaning here.
@@ -257,7 +189,7 @@ def accelerated_mirror_descent(
 
 
 def accelerated_result(state: AcceleratedMirrorDescentState, params: Params) -> Params:
-    """y_T of accelerated mirror descent, in the structure of `params`."""
+    """Returns y_T of accelerated mirror descent, in the structure of `params`."""
     return ravel_pytree(params)[1](state.sequences.y)
 
 
@@ -280,7 +212,7 @@ class LazyMirrorDescentState(NamedTuple):
 def lazy_mirror_descent(
     mirror_map: MirrorMap, learning_rate: LearningRate
 ) -> optax.GradientTransformation:
-    """The lazy form of the paper's appendix, solved exactly, without a weight α:
+    """Returns the lazy form of the paper's appendix, solved exactly, without a weight α.
 
         θ_{t+1} = argmin_θ ⟨Σ_{i ≤ t} η_i g_i, θ⟩ + Ψ̂(θ).
 
@@ -316,12 +248,13 @@ def lazy_mirror_descent(
 def linearized_lazy_mirror_descent(
     learning_rate: LearningRate,
 ) -> optax.GradientTransformationExtraArgs:
-    """The lazy form with Ψ linearised at each iterate, weights 1/(tη) in place of α:
+    """Returns the lazy form with Ψ linearised at each iterate, and weights 1/(tη) in place of α.
 
         θ_{t+1} = −Σ_{i ≤ t} η_i g_i − 1/t Σ_{i ≤ t} ∇Ψ(θ_i).
 
-    It needs gradients of the public loss only, no map:
-    `update(private_grad, state, params, *, public_grad)`.
+    It needs no map, only gradients of the public loss:
+    `update(private_grad, state, params, *, public_grad)`. Inside `mirrordp.train`, pass public data
+    and leave `alpha` at 1.
 
     Args:
         learning_rate: η_t.
