@@ -36,6 +36,7 @@ def lazily(
     modules = {found.name for found in pkgutil.iter_modules([str(Path(file).parent)])}
 
     def get(name: str) -> Any:
+        # Modules first: `from mirrordp import mirror` asks this function for the module itself.
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         if name in sources:

@@ -403,7 +403,7 @@ class TestRuns:
 
     def test_a_report_states_the_budget_and_nothing_about_the_data(self, budget):
         last(train(budget))
-        report = mirrordp.RunReport.of(mechanism(), 1e-6, budget=budget)
+        report = mirrordp.RunReport.of(mechanism(), 1e-6, spend=budget)
         text = report.to_json() + report.privacy_card()
         assert report.ledger == {
             **budget.ledger.position._asdict(),

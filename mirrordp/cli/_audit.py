@@ -6,6 +6,7 @@ import math
 import textwrap
 from typing import Any
 
+from mirrordp._rounding import downwards, upwards
 from mirrordp.cli._common import (
     UsageError,
     add_command,
@@ -59,13 +60,6 @@ def add_audit_command(commands: Any) -> None:
     audit.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _downwards(bound: float) -> str:
-    """Three decimals, rounded down: no more than was proved."""
-    if not bound < 1e6:
-        return "infinite" if math.isinf(bound) else f"{bound:.0e}"
-    return f"{math.floor(1000 * bound) / 1000:.3f}"
-
-
 def _chosen(kind: Any, name: str) -> list[Any]:
     return list(kind) if name == "all" else [kind(name)]
 
@@ -74,7 +68,6 @@ def _audit(arguments: argparse.Namespace) -> int:
     from mirrordp import auditing
     from mirrordp.privacy.mechanism import Mechanism
     from mirrordp.privacy.sampling import PoissonSampling
-    from mirrordp.report import upwards
 
     if arguments.canaries < 30:
         raise UsageError(
@@ -139,7 +132,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     for result in found:
         print(
             f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
-            f"{upwards(result.reported):>8}{_downwards(result.lower_bound):>10}  "
+            f"{upwards(result.reported):>8}{downwards(result.lower_bound):>10}  "
             + ("REFUTED" if result.refuted else _noticed(result.notices))
         )
         for problem in result.problems:

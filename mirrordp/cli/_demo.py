@@ -43,7 +43,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     # Training needs the whole library; account and calibrate do not.
     from mirrordp import demo
 
-    settings = demo.Settings()
+    settings = demo.DemoSettings()
     if not arguments.quiet:
         print(
             f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "

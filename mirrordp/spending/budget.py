@@ -29,6 +29,7 @@ import dp_accounting
 import numpy as np
 
 from mirrordp import _show, _validate
+from mirrordp._rounding import floored, percent_upwards
 from mirrordp.data import PrivateClients, PrivateData
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, DpEvent
@@ -268,7 +269,7 @@ class Budget:
         runs = f"{status.runs} run{'s' * (status.runs != 1)}"
         return [
             ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
-            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("used", f"{percent_upwards(status.used)} used by {runs}"),
             ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
         ]
 
@@ -327,7 +328,7 @@ class Budget:
             return 0.0
         event = dp_accounting.GaussianDpEvent(self.least_noise)
         found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
-        return math.floor(found * 1e3) / 1e3
+        return floored(found, 3)
 
     def check_data(self, data: Data, *, data_changed: bool = False) -> None:
         """Raises unless the data is what the budget is for, or the change was acknowledged.
@@ -520,10 +521,10 @@ class Budget:
             left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
         raise BudgetError(
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
-            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
-            f"{_percent(share)}; {left}.{advice} Add noise, take fewer steps, or stop here. Runs "
-            "add up at fixed Renyi orders, which is a little dearer than the epsilon that each has "
-            "alone."
+            f"{self._delta:g}, of which {percent_upwards(self.status.used)} is used, got one that "
+            f"takes {percent_upwards(share)}; {left}.{advice} Add noise, take fewer steps, or stop "
+            "here. Runs add up at fixed Renyi orders, which is a little dearer than the epsilon "
+            "that each has alone."
         )
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
@@ -611,7 +612,3 @@ def _divergences(event: DpEvent, orders: tuple[float, ...], adjacency: Adjacency
     found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
     found.flags.writeable = False
     return found
-
-
-def _percent(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 10:g}%" if math.isfinite(share) else "far more than 100%"
