@@ -195,7 +195,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         noise = SecureGaussianNoise.of(plan.theta) if self.secure else GaussianNoise()
         mechanism = self._mechanism(len(X), delta, plan.settings, noise)
         check_spend(mechanism, spend, checkpoint)
-        ledger, budget = (None, spend) if isinstance(spend, Budget) else (spend, None)
+        budget = spend if isinstance(spend, Budget) else None
         seed = _inputs.as_seed(self.random_state)
         theta, together = plan.theta, None
         if plan.settings.num_steps > 0:
@@ -213,8 +213,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             mechanism,
             delta,
             charged_steps=self.n_iter_,
-            ledger=ledger,
-            budget=budget,
+            spend=spend,
             title=f"{type(self).__name__} on {self.n_features_in_} features",
             tuning=_TUNING_ON_BUDGET
             if budget is not None
