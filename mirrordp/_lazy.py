@@ -41,17 +41,9 @@ def lazily(
     }
 
     def get(name: str) -> Any:
-<<<<<<< HEAD
         module, original = sources.get(name, (package, name))
         # An import from the package itself, such as `from mirrordp import mirror`, is a module.
         if module != package:
-=======
-        # Modules first: `from mirrordp import mirror` asks this function for the module itself.
-        if name in modules:
-            return importlib.import_module(f"{package}.{name}")
-        if name in sources:
-            module, original = sources[name]
->>>>>>> w-t2
             return getattr(importlib.import_module(module), original)
         path = os.path.join(os.path.dirname(file), name)
         if os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")):

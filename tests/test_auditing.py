@@ -276,15 +276,9 @@ class TestNoise:
         assert "noise is at most 0.5" in problem
 
     def test_noise_of_two_runs_is_compared(self, monkeypatch):
-<<<<<<< HEAD
         """Runs of different noise multipliers begin with the same key."""
         right = engine.randomness
         monkeypatch.setattr(engine, "randomness", lambda seed, **options: right(1, **options))
-=======
-        """Runs of different noise multipliers that begin with one key."""
-        right = engine.randomness
-        monkeypatch.setattr(training, "randomness", lambda seed, **options: right(1, **options))
->>>>>>> w-t2
         (found,) = dp_sgd(made(), Attack.NOISE)
         assert "in 50 pairs of steps, such as 0 and 50" in found.problems[0]
 

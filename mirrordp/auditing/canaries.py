@@ -69,15 +69,8 @@ def paired_scores(
 ) -> list[np.ndarray]:
     """Trains `num_runs` times with one canary and as often without it; returns both scores."""
     options, to_scores = _setting(algorithm, 2)
-<<<<<<< HEAD
     alpha, public = options.pop("alpha", 1.0), options.pop("public", None)
     step = TrainStep(_pull, mechanism, **options)
-=======
-    step = TrainStep(
-        _pull, mechanism, options["optimizer"], public_loss_fn=options.get("public_loss_fn")
-    )
-    alpha = options.get("alpha", 1.0)
->>>>>>> w-t2
     found = []
     for present in (True, False):
         private = np.zeros((num_examples, 2), np.float32)
@@ -86,11 +79,7 @@ def paired_scores(
             step,
             _start(2),
             PrivateData(private),
-<<<<<<< HEAD
             public,
-=======
-            options.get("public"),
->>>>>>> w-t2
             runs=[SweepRun(alpha=alpha, seed=_seed(rng)) for _ in range(num_runs)],
         )
         found.append((np.asarray(_joined(states.params), np.float64) @ to_scores.T)[:, 0])
@@ -167,7 +156,6 @@ def _trained(
     algorithm: Algorithm, rows: np.ndarray, mechanism: Mechanism, seed: int, options: dict[str, Any]
 ) -> Any:
     """Returns the last state of a run from zero in which every row is a record, or a user."""
-<<<<<<< HEAD
     options = dict(options)
     public, alpha = options.pop("public", None), options.pop("alpha", 1.0)
     if algorithm is Algorithm.FEDERATED:
@@ -178,31 +166,6 @@ def _trained(
     else:
         private, step = PrivateData(rows), TrainStep(_pull, mechanism, **options)
     *_, (state, _) = train(step, _start(rows.shape[1]), private, public, alpha=alpha, seed=seed)
-=======
-    optimizer, public_loss_fn = options["optimizer"], options.get("public_loss_fn")
-    if algorithm is Algorithm.FEDERATED:
-        # A user's update after one local step at rate 1 is its row.
-        private = PrivateClients.from_users(list(rows[:, None]), max_examples_per_user=1)
-        step = FederatedStep(
-            _pull,
-            dataclasses.replace(mechanism, unit="user"),
-            optimizer,
-            client_learning_rate=1.0,
-            client_batch_size=1,
-            public_loss_fn=public_loss_fn,
-        )
-    else:
-        private = PrivateData(rows)
-        step = TrainStep(_pull, mechanism, optimizer, public_loss_fn=public_loss_fn)
-    *_, (state, _) = train(
-        step,
-        _start(rows.shape[1]),
-        private,
-        options.get("public"),
-        alpha=options.get("alpha", 1.0),
-        seed=seed,
-    )
->>>>>>> w-t2
     return state
 
 

@@ -151,11 +151,7 @@ def _released_by_rows(
 
 
 def _users(clients: PrivateClients) -> UserBatch:
-<<<<<<< HEAD
     """Returns the padded rows of all users, in the form that a replay edits."""
-=======
-    """Returns the padded rows of all users, and how many of them are real; a replay edits them."""
->>>>>>> w-t2
     return pad_users(ClientArrays.of(clients), np.arange(len(clients)))
 
 
@@ -165,13 +161,7 @@ def _released_by_users(
     """Returns a function that computes a step's sum, and what it releases in the same units."""
     state = step.init(params, jax.random.key(seed))
     step_key, public_key = jax.random.split(_replay_key(seed + 1))
-<<<<<<< HEAD
     public_gradient = None if public is None else step.public_grad(state, public, public_key)
-=======
-    public_gradient = None
-    if public is not None:
-        public_gradient = step.public_grad(state, public, public_key)
->>>>>>> w-t2
     # The norm that a clipped delta has in the sum, over the norm that it has in the gradient.
     share = 0.0 if step.adaptive_clip is None else step.adaptive_clip.budget_share
     mechanism = step.mechanism
@@ -179,14 +169,9 @@ def _released_by_users(
 
     @jax.jit
     def run(data, index, is_padding):
-<<<<<<< HEAD
         # As in a run, a pass is as long as its largest user, which must not affect the others.
         batch = jax.tree.map(lambda leaf: leaf[index], data)
         total = step.private_sum(state, batch, is_padding, record_keys(step_key, index))
-=======
-        users = jax.tree.map(lambda leaf: leaf[index], data)
-        total = step.private_sum(state, users, is_padding, record_keys(step_key, index))
->>>>>>> w-t2
         after, _ = step.finish(state, total, public_gradient, alpha)
         return total.total, after.opt_state
 

@@ -196,10 +196,6 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         noise = SecureGaussianNoise.of(plan.theta) if self.secure else GaussianNoise()
         mechanism = self._mechanism(len(X), delta, plan.settings, noise)
         check_spend(mechanism, spend, checkpoint)
-<<<<<<< HEAD
-=======
-        budget = spend if isinstance(spend, Budget) else None
->>>>>>> w-t2
         seed = _inputs.as_seed(self.random_state)
         theta, together = plan.theta, None
         if plan.settings.num_steps > 0:
