@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_is_noticed(data):
     """Every change of a byte is noticed, and nothing is executed."""
     content = Saved(
         run="r",
-        entropy=7,
+        entropy=(7,),
         configuration={"mechanism": "m"},
         ledger=Position(1, "ab"),
         position={"step": 4},
