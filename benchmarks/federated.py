@@ -16,7 +16,6 @@ likewise, which says more than the clock where the machine has other work.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -26,45 +25,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
-ROWS, FEATURES, CLASSES = 32, 32, 10
-VOCABULARY, LENGTH = 10_004, 21
+from benchmarks.federated_task import (
+    CLASSES,
+    FEATURES,
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    user_rows,
+    versions,
+)
+from benchmarks.processes import tree_cpu_seconds, tree_megabytes
+
 MODELS = ("small", "lstm")
 OTHER_WIDTHS = {"small": (256, 1024), "lstm": (167, 335)}
 PEERS = ("flower", "pfl")
 PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
 
-def user_rows(model: str, num_users: int):
-    """The same rows for everybody: 32 examples a user."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    if model == "lstm":
-        return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
-    x = rng.normal(size=(num_users, ROWS, FEATURES)).astype(np.float32)
-    return {"x": x, "y": rng.integers(0, CLASSES, (num_users, ROWS)).astype(np.int32)}
-
-
-def versions() -> dict:
-    """Of Python and of those packages that take part and are installed here."""
-    found = {"python": platform.python_version()}
-    for name in ("mirrordp", "jax", "jaxlib", "numpy", "flwr", "ray", "pfl", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
-    """Seconds per round of `federated_train` on four times as many users as a cohort holds."""
+    """Measure a round of our training, on four times as many users as a cohort holds."""
     import jax
     import jax.numpy as jnp
     import optax
 
     import mirrordp
     from experiments import models
+    from mirrordp.privacy import FixedSizeSampling
 
     num_users = 4 * cohort
     rows = user_rows(model, num_users)
@@ -85,23 +73,18 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
     private = mirrordp.PrivateClients.from_users(users, max_examples_per_user=ROWS)
     block = max(1, rounds // 5)
     mechanism = mirrordp.Mechanism(
-        sampling=mirrordp.privacy.FixedSizeSampling(batch_size=cohort, num_examples=num_users),
+        sampling=FixedSizeSampling(batch_size=cohort, num_examples=num_users),
         l2_clip_norm=0.3,
         noise_multiplier=1.0,
         num_steps=rounds + 2 * block,
         adjacency=mirrordp.Adjacency.REPLACE,
         unit="user",
     )
-    run = mirrordp.training.federated_train(
-        loss,
-        params,
-        private,
-        mechanism=mechanism,
-        client_learning_rate=0.1,
-        rounds_per_call=block,
-        users_per_pass=users_per_pass,
-        seed=0,
+    step = mirrordp.FederatedStep(
+        loss, mechanism, client_learning_rate=0.1, users_per_pass=users_per_pass
     )
+    options = mirrordp.TrainOptions(steps_per_call=block)
+    run = mirrordp.train(step, params, private, seed=0, options=options)
     start = time.perf_counter()
     jax.block_until_ready(next(run)[0])
     first = time.perf_counter() - start
@@ -156,17 +139,17 @@ def paper_size(
         num_steps=PAPER_ROUNDS,
         unit="user",
     )
-    run = mirrordp.training.federated_train(
-        network.loss,
+    step = mirrordp.FederatedStep(
+        network.loss, mechanism, client_learning_rate=0.5, users_per_pass=users_per_pass
+    )
+    run = mirrordp.train(
+        step,
         params,
         private,
         public,
-        mechanism=mechanism,
         alpha=0.9 if public_users else 1.0,
-        client_learning_rate=0.5,
-        rounds_per_call=block,
-        users_per_pass=users_per_pass,
         seed=0,
+        options=mirrordp.TrainOptions(steps_per_call=block),
     )
     made = time.perf_counter() - start
     start = time.perf_counter()
@@ -242,41 +225,6 @@ def in_process(arguments: list[str], python: str) -> dict:
             tail = (errors.read().strip().splitlines() or ["no output"])[-1]
             return {"error": f"failed: {tail[:80]}"}
     return {"peak_megabytes": peak} | json.loads(lines[-1])
-
-
-def tree_megabytes(pid: int) -> float:
-    """Memory of a process and its descendants; pages that several use are shared out (Linux)."""
-    total = 0.0
-    for entry in _descendants(pid):
-        # A process may end while it is looked at.
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{entry}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) / 1024
-    return total
-
-
-def tree_cpu_seconds(pid: int) -> float:
-    """Processor time of a process and its living descendants: what other work cannot distort."""
-    ticks = 0
-    for entry in _descendants(pid):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-    found, todo = [], [pid]
-    while todo:
-        found.append(todo.pop())
-        todo += children.get(found[-1], [])
-    return found
 
 
 def main() -> None:

@@ -9,15 +9,8 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.federated import (
-    CLASSES,
-    FEATURES,
-    ROWS,
-    VOCABULARY,
-    tree_cpu_seconds,
-    user_rows,
-    versions,
-)
+from benchmarks.federated_task import CLASSES, FEATURES, ROWS, VOCABULARY, user_rows, versions
+from benchmarks.processes import tree_cpu_seconds
 
 CLIP, NOISE, RATE, BATCH = 0.3, 1.0, 0.1, 16
 

@@ -62,16 +62,11 @@ def rows(batch_size: int, rounds: int, seconds_per_round: float) -> list[Row]:
     is_padding = jnp.zeros(batch_size, bool)
     timed = [contender("clipped sum", clipped, params, jax.device_put(arrays), is_padding)]
     for name, mechanism in made.items():
-        privatizer = mechanism.privatizer(jax.random.key(2))
-        timed.append(
-            contender(
-                f"noise, {name}",
-                lambda sums, privatizer=privatizer: privatizer.update(sums, privatizer.init(sums))[
-                    0
-                ],
-                params,
-            )
-        )
+
+        def noisy(sums, mechanism=mechanism):
+            return mechanism.add_noise(sums, mechanism.init_noise(jax.random.key(2), sums))[0]
+
+        timed.append(contender(f"noise, {name}", noisy, params))
     times = dict(
         zip(
             [c.method for c in timed],

@@ -24,8 +24,7 @@ import mirrordp
 from benchmarks.clipping import NETWORKS, write_json
 from benchmarks.timing import Contender, measure
 from experiments import models
-from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
-from mirrordp.training.sweep import SweepRun, train_sweep
+from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData, SweepRun, TrainStep
 from mirrordp.updates.public import public_grad
 
 SWEEP_SIZES = {"cifar10": (1, 2, 4), "emnist": (1, 2, 4, 8), "wikitext2": (1, 2, 4)}
@@ -64,8 +63,7 @@ def parts(network: str, batch_size: int, rounds: int, seconds_per_round: float) 
     batch = jax.tree.map(lambda leaf: leaf[rows], arrays)
     is_padding = jnp.arange(capacity) >= batch_size
     clipped = found.clipped_grad(net.loss)
-    privatizer = found.privatizer(jax.random.key(2))
-    noise_state = privatizer.init(params)
+    noise_state = found.init_noise(jax.random.key(2), params)
     optimizer = optax.sgd(0.1)
     opt_state = optimizer.init(params)
     average = mirrordp.ExponentialAverage(0.999)
@@ -86,7 +84,7 @@ def parts(network: str, batch_size: int, rounds: int, seconds_per_round: float) 
             (arrays,),
         ),
         "clipped sum": (clipped, (params, batch, is_padding)),
-        "noise": (lambda grad: privatizer.update(grad, noise_state)[0], (params,)),
+        "noise": (lambda grad: found.add_noise(grad, noise_state)[0], (params,)),
         "public gradient": (gradient, (params, arrays, jax.random.key(3))),
         "update and average": (update, (params, params)),
     }
@@ -128,13 +126,14 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
     block = max(2, num_steps // 4)
     found = mechanism(batch_size, num_examples, num_steps=num_steps + block)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    options = {
-        "mechanism": found,
-        "optimizer": optimizer,
-        "average": mirrordp.ExponentialAverage(0.999),
-        "public_batch_size": batch_size,
-        "steps_per_call": block,
-    }
+    step = TrainStep(
+        net.loss,
+        found,
+        optimizer,
+        average=mirrordp.ExponentialAverage(0.999),
+        public_batch_size=batch_size,
+    )
+    options = mirrordp.TrainOptions(steps_per_call=block)
 
     def timed(steps) -> float:
         """Milliseconds per step, the median over the blocks after the first one."""
@@ -150,14 +149,14 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
 
     rows = []
     for name, alpha in (("train: DP-SGD", 1.0), ("train: PDA-DPMD", 0.9)):
-        steps = mirrordp.train(net.loss, params, private, public, alpha=alpha, **options)
+        steps = mirrordp.train(step, params, private, public, alpha=alpha, options=options)
         rows.append(Row(network, name, timed(steps)))
     for size in sweep_sizes:
         runs = [
             SweepRun(seed=number, hyperparams={"learning_rate": 0.1 + number})
             for number in range(size)
         ]
-        steps = train_sweep(net.loss, params, private, runs=runs, **options)
+        steps = mirrordp.train_sweep(step, params, private, runs=runs, options=options)
         rows.append(Row(network, f"train_sweep: {size} runs of DP-SGD", timed(steps)))
     return rows
 
@@ -172,15 +171,18 @@ def whole_runs(
     for size in sweep_sizes:
         jax.clear_caches()
         start = time.perf_counter()
-        for state, _ in train_sweep(
+        step = TrainStep(
             net.loss,
+            mechanism(batch_size, num_examples, num_steps),
+            optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+            average=mirrordp.ExponentialAverage(0.999),
+        )
+        for state, _ in mirrordp.train_sweep(
+            step,
             params,
             private,
             runs=[SweepRun(seed=i, hyperparams={"learning_rate": 0.1 + i}) for i in range(size)],
-            mechanism=mechanism(batch_size, num_examples, num_steps),
-            optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-            average=mirrordp.ExponentialAverage(0.999),
-            steps_per_call=max(1, num_steps // 20),
+            options=mirrordp.TrainOptions(steps_per_call=max(1, num_steps // 20)),
         ):
             jax.block_until_ready(state.params)
         total = 1e3 * (time.perf_counter() - start)

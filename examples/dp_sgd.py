@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp.report import RunReport
 
 rng = np.random.default_rng(0)
 truth = rng.normal(size=10)
@@ -22,7 +21,7 @@ private, test = {"x": x[:4_000], "y": y[:4_000]}, {"x": x[4_000:], "y": y[4_000:
 
 
 def loss_fn(params, example):
-    """The loss of one example; the library sees to batches."""
+    """Returns the loss of one example; the library forms the batches."""
     logit = example["x"] @ params["w"] + params["b"]
     return optax.sigmoid_binary_cross_entropy(logit, example["y"])
 
@@ -34,21 +33,15 @@ mechanism = mirrordp.Mechanism.calibrate(
     num_steps=200,
     l2_clip_norm=1.0,
 )
+step = mirrordp.TrainStep(loss_fn, mechanism, optax.sgd(2.0))
 params = {"w": jnp.zeros(10), "b": jnp.zeros(())}
-for state, info in mirrordp.train(  # noqa: B007
-    loss_fn,
-    params,
-    mirrordp.PrivateData(private),
-    mechanism=mechanism,
-    optimizer=optax.sgd(2.0),
-    seed=0,
-):
+for state, info in mirrordp.train(step, params, mirrordp.PrivateData(private), seed=0):  # noqa: B007
     epsilon = mechanism.epsilon(1e-5, num_steps=info.charged_steps)
     # The norm of the noisy gradient is released, so it may be printed.
     print(f"step {info.step:3d}  epsilon {epsilon:.3f}  |g| {info.noisy_grad_norm[-1]:.3f}")
 
 accuracy = float(jnp.mean((test["x"] @ state.params["w"] + state.params["b"] > 0) == test["y"]))
-report = RunReport.of(mechanism, 1e-5, info=info, charged_steps=info.charged_steps)
+report = mirrordp.RunReport.of(mechanism, 1e-5, info=info)
 with tempfile.TemporaryDirectory() as folder:
     report_path, card_path = report.write(folder)
     assert "not for release" in card_path.read_text()

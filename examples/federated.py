@@ -1,7 +1,7 @@
 """Federated learning with user-level privacy: DP-FedAvg cold and warm, and PDA-DPMD.
 
-One record is one user with all of its rows. 2,000 private users own 0 to 40 rows each, and at most
-16 of them are used; 30 public users train on the server. All three runs cost the same epsilon.
+One record is one user with all of its rows. 2,000 private users own 0 to 39 rows each, of which at
+most 16 are used; 30 public users train on the server. All three runs cost the same epsilon.
 """
 
 import jax
@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 import mirrordp
-from mirrordp.updates import schedules
+from mirrordp.training import server_sgd
 
-FEATURES, CLASSES, ROUNDS, DELTA = 60, 10, 40, 1e-5
+FEATURES, CLASSES, STEPS, DELTA = 60, 10, 40, 1e-5
 rng = np.random.default_rng(1)
 scales = np.arange(1, FEATURES + 1) ** -0.5
 scales /= np.linalg.norm(scales)
@@ -36,7 +36,7 @@ def loss_fn(params, example):
 
 
 private = mirrordp.PrivateClients.from_rows(**users(2_000), max_examples_per_user=16)
-# Rows of their own: a public user is nobody of the private ones.
+# No public user is one of the private users.
 public = mirrordp.PublicClients.from_users(
     [draw(size) for size in rng.integers(1, 16, 30)], max_examples_per_user=16
 )
@@ -51,7 +51,7 @@ mechanism = mirrordp.Mechanism.calibrate(
     epsilon=0.4,
     delta=DELTA,
     sampling=mirrordp.PoissonSampling.for_batch_size(100, num_examples=len(private)),
-    num_steps=ROUNDS,
+    num_steps=STEPS,
     l2_clip_norm=0.3,
     unit="user",
 )
@@ -59,21 +59,12 @@ cold = {"w": jnp.zeros((FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)}
 warm = mirrordp.warm_start_clients(
     loss_fn, cold, public, optimizer=optax.adam(0.03), batch_size=None, patience=20
 )
+step = mirrordp.FederatedStep(loss_fn, mechanism, server_sgd(3.0), client_learning_rate=1.0)
 
 
 def train(params, alpha=1.0):
-    *_, (state, info) = mirrordp.training.federated_train(
-        loss_fn,
-        params,
-        private,
-        public,
-        mechanism=mechanism,
-        client_learning_rate=1.0,
-        optimizer=mirrordp.training.federated.server_sgd(3.0),
-        alpha=alpha,
-        seed=0,
-    )
-    assert info.charged_rounds == ROUNDS
+    *_, (state, info) = mirrordp.train(step, params, private, public, alpha=alpha, seed=0)
+    assert info.charged_steps == STEPS
     return test_loss(state.params)
 
 
@@ -81,7 +72,7 @@ def train(params, alpha=1.0):
 losses = {
     "cold": train(cold),
     "warm": train(warm.params),
-    "pda": train(warm.params, schedules.cosine(decay_steps=3 * ROUNDS / 2)),
+    "pda": train(warm.params, mirrordp.schedules.cosine(decay_steps=3 * STEPS / 2)),
 }
 print(
     f"epsilon {mechanism.epsilon(DELTA):.2f} at delta {DELTA:g}, unit: user; start "

@@ -1,7 +1,7 @@
 """Federated PDA-DPMD in plain loops: no vmap, no scan, no padding. Slow, and easy to check.
 
-`mirrordp.train` does the same many rounds per compiled call; the tests hold one against
-the other. Randomness comes from the library, so that both meet the same users in the same order.
+`mirrordp.train` does the same in compiled calls of many steps; the tests hold one against the
+other. Randomness comes from the library, so that both draw the same users in the same order.
 """
 
 import jax
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import mirrordp
+from mirrordp import schedules
 from mirrordp.training import federated
-from mirrordp.training.central import randomness
-from mirrordp.updates import schedules
+from mirrordp.training.engine import randomness
 
 
 def local_training(loss_fn, params, user_rows, width, key, *, learning_rate, batch_size, epochs):
-    """θ − θ_local: what a user's local SGD leads to."""
+    """Returns θ − θ_local, the change that a user's local SGD makes."""
     num_examples = len(jax.tree.leaves(user_rows)[0])
     local = params
     for epoch_key in jax.random.split(key, epochs):
@@ -34,7 +34,7 @@ def local_training(loss_fn, params, user_rows, width, key, *, learning_rate, bat
 
 
 def clip(delta, norm_bound):
-    """Δ · min(1, C/‖Δ‖); zero if anything in it is not finite."""
+    """Returns Δ · min(1, C/‖Δ‖), and zero if Δ holds a NaN or an infinity."""
     norm = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(delta)))
     if not np.isfinite(norm):
         return jax.tree.map(jnp.zeros_like, delta)
@@ -56,19 +56,18 @@ def train(
     server_learning_rate=1.0,
     momentum=0.9,
     alpha=1.0,
-    num_rounds=None,
+    num_steps=None,
     batch_size=16,
     epochs=1,
     seed,
 ):
-    """All rounds of `mechanism`; returns the parameters."""
+    """Takes all steps of `mechanism`, or `num_steps` of them; returns the parameters."""
     rng, keys = randomness(seed)
     cohorts = mechanism.batches(len(private), rng)
-    num_rounds = num_rounds or mechanism.num_steps
-    alphas = schedules.evaluate(schedules.as_schedule(alpha), num_rounds)
+    num_steps = num_steps or mechanism.num_steps
+    alphas = schedules.evaluate(schedules.as_schedule(alpha), num_steps)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    privatizer = mechanism.privatizer(keys.noise)
-    noise_state = privatizer.init(federated.Contribution(zeros, None))
+    noise_state = mechanism.init_noise(keys.noise, federated.Contribution(zeros, None))
     velocity = zeros
 
     def clipped_delta(clients, user, key):
@@ -84,7 +83,7 @@ def train(
         )
         return clip(delta, mechanism.l2_clip_norm)
 
-    for number in range(num_rounds):
+    for number in range(num_steps):
         weight = float(alphas[number])
         private_grad, public_grad = zeros, zeros
         if weight > 0:
@@ -92,7 +91,8 @@ def train(
             for user in next(cohorts):
                 key = jax.random.fold_in(keys.loss, number)
                 total = add(total, clipped_delta(private, int(user), key))
-            noisy, noise_state = privatizer.update(federated.Contribution(total, None), noise_state)
+            contributions = federated.Contribution(total, None)
+            noisy, noise_state = mechanism.add_noise(contributions, noise_state)
             private_grad = mechanism.mean(noisy.delta)
         if weight < 1:
             _, key = jax.random.split(jax.random.fold_in(keys.public, number))
@@ -130,11 +130,12 @@ def main():
         num_steps=3,
         unit="user",
     )
-    options = {"mechanism": mechanism, "client_learning_rate": 0.1, "alpha": 0.8, "seed": 1}
-    slow = train(loss_fn, jnp.zeros(3), private, public, batch_size=4, **options)
-    *_, (state, _) = mirrordp.training.federated_train(
-        loss_fn, jnp.zeros(3), private, public, client_batch_size=4, **options
-    )
+    slow = train(
+        loss_fn, jnp.zeros(3), private, public, mechanism=mechanism, client_learning_rate=0.1,
+        batch_size=4, alpha=0.8, seed=1,
+    )  # fmt: skip
+    step = mirrordp.FederatedStep(loss_fn, mechanism, client_learning_rate=0.1, client_batch_size=4)
+    *_, (state, _) = mirrordp.train(step, jnp.zeros(3), private, public, alpha=0.8, seed=1)
     print(f"by hand {slow}, compiled {state.params}")
     np.testing.assert_allclose(slow, state.params, atol=1e-3)
 

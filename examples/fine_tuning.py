@@ -17,7 +17,7 @@ directions = rng.normal(size=(20, 3))
 
 
 def draw(rows, shift):
-    """Two tasks that need the same features; the second has its labels permuted."""
+    """Draws rows of one of two tasks with the same features; `shift` permutes the labels."""
     x = rng.normal(size=(rows, 20))
     y = np.argmax(x @ directions, axis=1)
     return {"x": x.astype(np.float32), "y": np.asarray((y + shift) % 3, np.int32)}
@@ -29,11 +29,11 @@ test = draw(4_000, shift=1)
 
 
 class Network(nn.Module):
-    """Two layers; the last is the head."""
+    """A network of two layers, of which the last is the head."""
 
     @nn.compact
     def __call__(self, x):
-        """The logits of one example."""
+        """Returns the logits of one example."""
         x = nn.tanh(nn.Dense(32, name="body")(x))
         return nn.Dense(3, name="head")(x)
 
@@ -62,15 +62,10 @@ mechanism = mirrordp.Mechanism.calibrate(
     num_steps=150,
     l2_clip_norm=1.0,
 )
-*_, (state, info) = mirrordp.train(
-    loss_fn,
-    pretrained,
-    private,
-    mechanism=mechanism,
-    optimizer=optax.sgd(2.0),
-    trainable={"params": {"body": False, "head": True}},
-    seed=0,
+step = mirrordp.TrainStep(
+    loss_fn, mechanism, optax.sgd(2.0), trainable={"params": {"body": False, "head": True}}
 )
+*_, (state, info) = mirrordp.train(step, pretrained, private, seed=0)
 before, after = accuracy(pretrained), accuracy(state.params)
 print(f"accuracy {before:.3f} before and {after:.3f} after, epsilon {mechanism.epsilon(1e-5):.2f}")
 

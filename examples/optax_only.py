@@ -1,6 +1,6 @@
 """The update alone, as an optax transformation, for a training loop that already exists.
 
-Nothing private here: `private_grad` stands for whatever noisy gradient your own loop releases.
+Nothing is private here: `private_grad` stands for the noisy gradient that your own loop releases.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import mirrordp
 
 private_optimum, public_optimum = jnp.array([1.0, -2.0]), jnp.array([0.8, -1.5])
 transform = optax.chain(
-    mirrordp.mix_public_gradient(mirrordp.updates.schedules.cosine(decay_steps=400)),
+    mirrordp.mix_public_gradient(mirrordp.schedules.cosine(decay_steps=400)),
     optax.sgd(0.1, momentum=0.9),
 )
 
@@ -32,7 +32,7 @@ for key in jax.random.split(jax.random.key(0), 500):
     params, state = step(params, state, key)
 print("after 500 steps:", params)
 
-# After step 400 alpha is zero: only the public gradient is left, and with it the public optimum.
+# After step 400 alpha is zero: the public gradient alone decides, so the public optimum is reached.
 assert jnp.allclose(params, public_optimum, atol=0.05)
 
 # At alpha = 1 the private gradient passes unchanged, whatever the public one holds.

@@ -57,16 +57,8 @@ mechanism = mirrordp.Mechanism.calibrate(
 
 
 def train(alpha):
-    *_, (state, info) = mirrordp.train(
-        loss_fn,
-        warm.params,
-        private,
-        public,
-        mechanism=mechanism,
-        optimizer=optax.sgd(4.0 / alpha),
-        alpha=alpha,
-        seed=0,
-    )
+    step = mirrordp.TrainStep(loss_fn, mechanism, optax.sgd(4.0 / alpha))
+    *_, (state, info) = mirrordp.train(step, warm.params, private, public, alpha=alpha, seed=0)
     assert info.charged_steps == 100
     return test_loss(state.params)
 

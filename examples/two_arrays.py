@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.linear_model import RidgeCV
 
 import mirrordp
-from mirrordp.linear.estimators import PrivateLinearRegression
+from mirrordp.linear import PrivateLinearRegression
 
 FEATURES = 12
 rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ rng = np.random.default_rng(0)
 
 
 def write_table(path, rows):
-    """Flats: a size that is sometimes missing, a district, a price."""
+    """Writes flats with a size that is sometimes missing, a district and a price."""
     size, district = rng.uniform(20, 120, rows), rng.choice(["north", "south", "west"], rows)
     price = 3 * size + 80 * (district == "west") + rng.normal(0, 20, rows)
     known = np.where(rng.random(rows) < 0.05, "", [f"{value:.1f}" for value in size])

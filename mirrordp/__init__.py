@@ -1,13 +1,13 @@
 """Differentially private training with the help of a little public data (PDA-DPMD), in JAX."""
 
-from typing import TYPE_CHECKING
-
 from mirrordp._lazy import lazily
 from mirrordp._versions import VERSION
 
+# What type checkers read; without `typing`, the package is imported in a moment.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mirrordp import mirror as mirror
-    from mirrordp.data.rows import (
+    from mirrordp.data import (
         PrivateClients as PrivateClients,
         PrivateData as PrivateData,
         PublicClients as PublicClients,

@@ -1,18 +1,23 @@
-"""Packages that import what they export when it is first asked for.
+"""Packages that import their exports when they are first used.
 
-`mirrordp account` needs the accountant alone, and JAX takes seconds to import. A package therefore
-lists what it exports once, under `if TYPE_CHECKING:`, where editors and type checkers read it, and
+`mirrordp account` needs only the accountant, and JAX takes seconds to import. A package therefore
+lists its exports once, under `if TYPE_CHECKING:`, where editors and type checkers read them, and
 ends with
 
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)
 """
 
+from __future__ import annotations
+
 import ast
 import importlib
-import pkgutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import os
+
+# Not imported from typing: until the command line has started, Ctrl-C shows a traceback.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def lazily(
@@ -24,7 +29,8 @@ def lazily(
         package: the package's `__name__`.
         file: its `__file__`; the imports under `if TYPE_CHECKING:` in it are the exported names.
     """
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    with open(file, encoding="utf-8") as source:
+        tree = ast.parse(source.read())
     sources = {
         alias.asname or alias.name: (statement.module, alias.name)
         for block in tree.body
@@ -33,17 +39,21 @@ def lazily(
         if isinstance(statement, ast.ImportFrom) and statement.module is not None
         for alias in statement.names
     }
-    modules = {found.name for found in pkgutil.iter_modules([str(Path(file).parent)])}
 
     def get(name: str) -> Any:
-        if name in modules:
-            return importlib.import_module(f"{package}.{name}")
-        if name in sources:
-            module, original = sources[name]
+        module, original = sources.get(name, (package, name))
+        # An import from the package itself, such as `from mirrordp import mirror`, is a module.
+        if module != package:
             return getattr(importlib.import_module(module), original)
+        path = os.path.join(os.path.dirname(file), name)
+        if os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")):
+            return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*sources, *modules})
+        modules = (found.partition(".")[0] for found in os.listdir(os.path.dirname(file)))
+        return sorted(
+            {*sources, *(name for name in modules if name.isidentifier() and name[0] != "_")}
+        )
 
     return get, names, sorted(sources)

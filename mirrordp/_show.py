@@ -3,11 +3,10 @@
 import html
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-
-from mirrordp.types import PyTree
+if TYPE_CHECKING:
+    from mirrordp.types import PyTree
 
 _MOST_ARRAYS = 4
 _UNSEEN = re.compile(
@@ -16,7 +15,7 @@ _UNSEEN = re.compile(
 
 
 def escaped(text: str) -> str:
-    """Text for HTML and SVG. What cannot be seen, or turns the reading direction, is spelt out.
+    """Escapes text for HTML and SVG, and spells out characters that are invisible or turn text.
 
     >>> escaped('<b>"\\u202e')
     '&lt;b&gt;&quot;\\\\u202e'
@@ -26,31 +25,33 @@ def escaped(text: str) -> str:
     return html.escape(shown.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def array_kinds(arrays: PyTree, rows: str | None = None) -> list[tuple[str, str]]:
-    """The name and the kind of each array, such as ("x", "float32[200, 5]"); never its content.
+def array_kinds(arrays: "PyTree", rows: str | None = None) -> list[tuple[str, str]]:
+    """Returns the name and the kind of each array, such as ("x", "float32[200, 5]").
 
     Args:
-        arrays: a tree of arrays with one common leading axis.
-        rows: what to show in place of the length of that axis, where it may be a secret.
+        arrays: a tree of arrays with one common leading axis. Their content is never shown.
+        rows: what to show in place of the length of that axis, which may be a secret.
     """
+    import jax
+
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        sizes = np.shape(leaf)
-        first = f"{sizes[0]}" if rows is None else rows
-        found.append((name, f"{leaf.dtype}[{', '.join((first, *map(str, sizes[1:])))}]"))
+        first, *others = leaf.shape
+        sizes = (first if rows is None else rows, *others)
+        found.append((name, f"{leaf.dtype}[{', '.join(map(str, sizes))}]"))
     return found
 
 
 def listed_kinds(kinds: list[tuple[str, str]]) -> str:
-    """Some of them in a line."""
+    """Joins the first few kinds into one line, and says how many more there are."""
     shown = [f"{name}: {kind}" if name else kind for name, kind in kinds[:_MOST_ARRAYS]]
     more = len(kinds) - _MOST_ARRAYS
     return ", ".join([*shown, f"{more} more arrays"] if more > 0 else shown)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> str:
-    """A heading, names and values, and a note, as HTML; every text in it is escaped."""
+    """Returns a heading, names with values, and a note as HTML with every text escaped."""
     lines = "".join(
         f'<tr><th style="text-align:left">{escaped(name)}</th>'
         f'<td style="text-align:left">{escaped(value)}</td></tr>'

@@ -1,4 +1,4 @@
-"""Checks of arguments: each message says what was expected, what came and what to do.
+"""Checks of arguments, whose messages say what was expected, what was given and what to do.
 
 Every check takes its values as keywords, so that the message can name the argument:
 `positive(l2_clip_norm=1.0)`.
@@ -6,64 +6,54 @@ Every check takes its values as keywords, so that the message can name the argum
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 
-def _fail(name: str, expected: str, value: Any, advice: str = "") -> None:
-    raise ValueError(f"{name} must be {expected}, got {value!r}.{' ' + advice if advice else ''}")
-
-
-def _number(name: str, value: Any, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {expected}, got {value!r} of type {type(value).__name__}.")
-    return float(value)
+def _require_numbers(
+    values: dict[str, Any],
+    advice: str,
+    expected: str,
+    holds: Callable[[Any], bool],
+    kind: type = numbers.Real,
+) -> None:
+    advice = f" {advice}" if advice else ""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be {expected}, got {value!r} of type {type(value).__name__}.{advice}"
+            )
+        if not holds(value):
+            raise ValueError(f"{name} must be {expected}, got {value!r}.{advice}")
 
 
 def positive(advice: str = "", **values: Any) -> None:
-    """Each value is a finite number greater than zero."""
-    for name, value in values.items():
-        number = _number(name, value, "a positive number")
-        if not (math.isfinite(number) and number > 0):
-            _fail(name, "a positive finite number", value, advice)
+    """Raises unless each value is a finite number greater than zero."""
+    _require_numbers(values, advice, "a positive finite number", lambda x: 0 < x < math.inf)
 
 
 def non_negative(advice: str = "", **values: Any) -> None:
-    """Each value is a finite number of at least zero."""
-    for name, value in values.items():
-        number = _number(name, value, "a non-negative number")
-        if not (math.isfinite(number) and number >= 0):
-            _fail(name, "a non-negative finite number", value, advice)
+    """Raises unless each value is a finite number of at least zero."""
+    _require_numbers(values, advice, "a non-negative finite number", lambda x: 0 <= x < math.inf)
 
 
 def positive_integer(advice: str = "", **values: Any) -> None:
-    """Each value is an integer of at least one."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(
-                f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}."
-            )
-        if value < 1:
-            _fail(name, "a positive integer", value, advice)
+    """Raises unless each value is an integer of at least one."""
+    _require_numbers(values, advice, "a positive integer", lambda x: x >= 1, numbers.Integral)
 
 
 def probability(advice: str = "", **values: Any) -> None:
-    """Each value lies in (0, 1]."""
-    for name, value in values.items():
-        number = _number(name, value, "a probability in (0, 1]")
-        if not 0 < number <= 1:
-            _fail(name, "a probability in (0, 1]", value, advice)
+    """Raises unless each value lies in (0, 1]."""
+    _require_numbers(values, advice, "a probability in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def open_unit_interval(advice: str = "", **values: Any) -> None:
-    """Each value lies in (0, 1)."""
-    for name, value in values.items():
-        number = _number(name, value, "a number in (0, 1)")
-        if not 0 < number < 1:
-            _fail(name, "a number in (0, 1)", value, advice)
+    """Raises unless each value lies in (0, 1)."""
+    _require_numbers(values, advice, "a number in (0, 1)", lambda x: 0 < x < 1)
 
 
 def instance_of(kind: type | tuple[type, ...], advice: str = "", **values: Any) -> None:
-    """Each value is an instance of `kind`."""
+    """Raises unless each value is an instance of `kind`."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     for name, value in values.items():
         if not isinstance(value, kinds):

@@ -1,15 +1,16 @@
-"""Versions of what decides the outcome of a run."""
+"""The versions of the libraries that decide the outcome of a run."""
 
-import contextlib
-import importlib.metadata
-import platform
-
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a run does."""
+    """Returns the versions of Python and of the libraries that decide what a run does."""
+    # Imported here, since `mirrordp --version` reads this file and should not wait for them.
+    import contextlib
+    import importlib.metadata
+    import platform
+
     found = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

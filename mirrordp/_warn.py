@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the caller's program, however deep in the library they arise.
+"""Warnings that point at the caller's line, however deep in the library they arise.
 
 A fixed `stacklevel` is right for one path through the library and wrong for all others.
 """
@@ -6,7 +6,7 @@ A fixed `stacklevel` is right for one path through the library and wrong for all
 import sys
 import warnings
 
-# What stands between the caller and us, or between two functions of ours.
+# Packages that stand between the caller and the library, or between two functions of the library.
 _BETWEEN = frozenset(
     {"mirrordp", "jax", "optax", "sklearn", "joblib", "contextlib", "functools", "threading"}
     | {"concurrent"}
@@ -17,7 +17,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line that belongs neither to the library nor to one it works through.
 
     Args:
-        message: what happened, what it means, what to do.
+        message: what happened, what it means and what to do.
         category: the kind of warning.
     """
     frame = sys._getframe(1)

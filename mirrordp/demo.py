@@ -1,10 +1,10 @@
 """The demonstration: cold DP-SGD, warm DP-SGD and PDA-DPMD on generated data at the same (ε, δ).
 
-The task is multinomial logistic regression on features whose variance falls as 1/j along direction
-j, with few public rows. Every trial draws private rows, public rows and noise afresh. All methods
-get the same rows, mechanism, optimiser, averaging and learning-rate grid; each takes the rate that
-does best on validation rows over separate tuning trials. A method is a `Method`, so others can be
-added beside the three.
+Cold training begins at zero, warm training at the optimum of the public rows. The task is
+multinomial logistic regression on features whose variance falls as 1/j along direction j, with few
+public rows. Every trial draws private rows, public rows and noise afresh. All methods get the same
+rows, mechanism, optimiser, averaging and learning-rate grid, and each uses the rate that does best
+on validation rows over separate tuning trials. Each method is a `Method`, and others can be added.
 """
 
 import dataclasses
@@ -21,19 +21,16 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from mirrordp._rounding import upwards
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.privacy.accounting import Accountant
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
-from mirrordp.report import (
-    Curve,
-    RunReport,
-    comparison_figure,
-    upwards,
-    write_atomically,
-)
+from mirrordp.report import Curve, RunReport, comparison_figure
+from mirrordp.spending.files import write_atomically
 from mirrordp.spending.ledger import Ledger
-from mirrordp.training.central import train
+from mirrordp.training.central import TrainStep
+from mirrordp.training.engine import TrainOptions, train
 from mirrordp.types import AlphaSchedule, Batch, Params, PyTree
 from mirrordp.updates.averages import UniformAverage
 from mirrordp.updates.public import warm_start
@@ -44,14 +41,14 @@ TUNING = (
 )
 
 SETTING = (
-    "chosen among 16 tried, on other seeds, as one in which public data helps much; with many "
-    "private rows or very few public ones the gain was small or none (docs/overview.md)"
+    "chosen among 16 that were tried on other seeds, as one in which public data helps a lot; with "
+    "many private rows or very few public ones the gain was small or none (docs/overview.md)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Everything that decides what the demonstration computes, apart from the seed."""
+class DemoSettings:
+    """The settings that, with the seed, decide what the demonstration computes."""
 
     epsilon: float = 0.5
     delta: float = 1e-5
@@ -69,7 +66,7 @@ class Settings:
     trials: int = 8
 
     def mechanism(self) -> Mechanism:
-        """The same for every method: sampling, clip norm and noise."""
+        """Makes the mechanism that all methods share: sampling, clip norm and noise."""
         return Mechanism.calibrate(
             epsilon=self.epsilon,
             delta=self.delta,
@@ -82,13 +79,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to train: where it begins, α, and the optimiser.
+    """A way to train: the start, α, and the optimiser.
 
     Attributes:
-        name: its key in the report.
+        name: the key of the method in the report.
         label: its name in table and figure.
-        warm: begin at the public optimum instead of at zero.
-        alpha: weight of the private gradient.
+        warm: whether training begins at the public optimum instead of at zero.
+        alpha: the weight of the private gradient.
         optimizer: `(learning_rate, task, start) -> optax transformation`.
     """
 
@@ -100,14 +97,14 @@ class Method:
 
 
 class RateState(NamedTuple):
-    """The learning rate, where the compiled step can read it."""
+    """The optimiser state that holds the learning rate, so that a compiled step can read it."""
 
     learning_rate: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class _RateInit:
-    """Puts the rate into the state. All rates compare equal, so that they share one program."""
+    """A function that puts the rate into the state. All rates compare equal and share a program."""
 
     learning_rate: float = dataclasses.field(compare=False)
 
@@ -122,7 +119,7 @@ def _descend(updates: PyTree, state: Any, params: Params | None = None):
 
 
 def sgd(learning_rate: float, task: "Task", start: Params) -> optax.GradientTransformation:
-    """`optax.sgd(learning_rate)`, except that trying another rate compiles nothing."""
+    """Makes `optax.sgd(learning_rate)`, except that trying another rate compiles nothing."""
     del task, start
     return optax.GradientTransformation(_RateInit(learning_rate), _descend)
 
@@ -130,21 +127,21 @@ def sgd(learning_rate: float, task: "Task", start: Params) -> optax.GradientTran
 METHODS = (
     Method("cold", "DP-SGD, cold", False, 1.0, sgd),
     Method("warm", "DP-SGD, warm", True, 1.0, sgd),
-    # α comes from the search that chose the setting (`SETTING`); the demo does not tune it.
+    # The search that chose the setting (`SETTING`) chose α, too; the demo does not tune it.
     Method("pda_dpmd", "PDA-DPMD", True, 0.25, sgd),
 )
 
 
 class Task(NamedTuple):
-    """One trial's data: private and public rows to train on, and rows to judge by."""
+    """The data of one trial: private and public rows to train on, and rows to judge by."""
 
     private: PrivateData
     public: PublicData
     judge: Batch
 
 
-def make_task(settings: Settings, seed: int, trial: Sequence[int]) -> Task:
-    """Draws one trial's rows; the labelling rule depends on the seed alone."""
+def make_task(settings: DemoSettings, seed: int, trial: Sequence[int]) -> Task:
+    """Draws the rows of one trial; the labelling rule depends on the seed alone."""
     scales = np.arange(1, settings.num_features + 1) ** -0.5
     scales /= np.linalg.norm(scales)
     rule = np.random.default_rng([seed, 0]).normal(
@@ -154,7 +151,7 @@ def make_task(settings: Settings, seed: int, trial: Sequence[int]) -> Task:
 
     def draw(rows: int) -> Batch:
         features = rng.normal(size=(rows, settings.num_features)) * scales
-        # Sampling from a softmax by the Gumbel trick; 20 is how sharp the classes are.
+        # This samples from a softmax by the Gumbel trick; 20 is how sharp the classes are.
         noise = rng.gumbel(size=(rows, settings.num_classes))
         labels = np.argmax(20 * features @ rule + noise, axis=1)
         return {"x": features.astype(np.float32), "y": labels.astype(np.int32)}
@@ -167,21 +164,21 @@ def make_task(settings: Settings, seed: int, trial: Sequence[int]) -> Task:
 
 
 def loss_fn(params: Params, example: Batch) -> jax.Array:
-    """Cross-entropy of one example under a linear model."""
+    """Computes the cross-entropy of one example under a linear model."""
     logits = example["x"] @ params["w"] + params["b"]
     return -jax.nn.log_softmax(logits)[example["y"]]
 
 
 @jax.jit
 def evaluate(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
-    """Mean loss and accuracy on rows that are free to read."""
+    """Computes mean loss and accuracy on rows that need no protection."""
     losses = jax.vmap(loss_fn, in_axes=(None, 0))(params, rows)
     guesses = jnp.argmax(rows["x"] @ params["w"] + params["b"], axis=1)
     return jnp.mean(losses), jnp.mean(guesses == rows["y"])
 
 
 class Outcome(NamedTuple):
-    """One run: loss after each call, beginning with the start, and the final accuracy."""
+    """The result of one run: the loss at the start and after each call, and the final accuracy."""
 
     losses: np.ndarray
     accuracy: float
@@ -192,27 +189,27 @@ def run_method(
     task: Task,
     warm: Params,
     *,
-    settings: Settings,
+    settings: DemoSettings,
     mechanism: Mechanism,
     learning_rate: float,
     seed: int,
-    ledger: Ledger | None = None,
+    spend: Ledger | None = None,
 ) -> Outcome:
     """Trains once and judges the averaged iterate after every call."""
     start = warm if method.warm else jax.tree.map(jnp.zeros_like, warm)
     evaluations = [evaluate(start, task.judge)]
+    optimizer = method.optimizer(learning_rate, task, start)
+    average = UniformAverage(start=settings.num_steps // 2)
+    step = TrainStep(loss_fn, mechanism, optimizer, average=average)
     for state, _ in train(
-        loss_fn,
+        step,
         start,
         task.private,
         task.public,
-        mechanism=mechanism,
-        optimizer=method.optimizer(learning_rate, task, start),
         alpha=method.alpha,
-        average=UniformAverage(start=settings.num_steps // 2),
-        steps_per_call=settings.steps_per_call,
         seed=seed,
-        ledger=ledger,
+        spend=spend,
+        options=TrainOptions(steps_per_call=settings.steps_per_call),
     ):
         evaluations.append(evaluate(state.average, task.judge))
     return Outcome(np.array([float(loss) for loss, _ in evaluations]), float(evaluations[-1][1]))
@@ -220,7 +217,7 @@ def run_method(
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """What the demonstration found and where it lies."""
+    """The findings of the demonstration, and the folder that holds them."""
 
     report: RunReport
     curves: tuple[Curve, ...]
@@ -233,21 +230,21 @@ def run_demo(
     folder: Path,
     *,
     seed: int = 0,
-    settings: Settings | None = None,
+    settings: DemoSettings | None = None,
     methods: Sequence[Method] = METHODS,
     progress: bool = True,
 ) -> DemoResult:
     """Trains every method, writes report, card and figure into `folder`, and returns the findings.
 
     Args:
-        folder: made if it is not there.
-        seed: of data, sampling and noise.
-        settings: sizes, by default those of `mirrordp demo`.
-        methods: what to compare.
-        progress: show a progress bar on standard error.
+        folder: the folder to write to; it is made if it does not exist.
+        seed: the seed of data, sampling and noise.
+        settings: the sizes; by default those of `mirrordp demo`.
+        methods: the methods to compare.
+        progress: whether to show a progress bar on standard error.
     """
     began = time.perf_counter()
-    settings = settings or Settings()
+    settings = settings or DemoSettings()
     mechanism = settings.mechanism()
     tuning_runs = len(methods) * len(settings.learning_rates) * settings.tuning_trials
     total = tuning_runs + len(methods) * settings.trials
@@ -289,7 +286,7 @@ def run_demo(
 
 
 class _Progress:
-    """A progress bar on a terminal; elsewhere a plain line now and then. On standard error."""
+    """A progress bar on standard error, or a plain line now and then if that is no terminal."""
 
     def __init__(self, total: int, show: bool):
         on_terminal = sys.stderr.isatty()
@@ -304,7 +301,7 @@ class _Progress:
         self._bar.set_description(name)
 
     def update(self) -> None:
-        """One more run is done."""
+        """Counts one more finished run."""
         self._done += 1
         self._bar.update()
         now = time.monotonic()
@@ -319,8 +316,8 @@ class _Progress:
         self._bar.close()
 
 
-def warm_params(settings: Settings, task: Task, seed: int) -> Params:
-    """The public optimum: stopped by held-out public rows, then fitted to all of them as long.
+def warm_params(settings: DemoSettings, task: Task, seed: int) -> Params:
+    """Fits the public rows: held-out rows decide for how long, then all rows are fitted as long.
 
     Without the second fit the held-out fifth would be lost to the warm start but not to PDA-DPMD,
     which reads all public rows in every step, and the comparison would flatter the latter.
@@ -360,9 +357,13 @@ def _fit(params: Params, rows: Batch, epochs: jax.typing.ArrayLike) -> Params:
 
 
 def _choose_rates(
-    settings: Settings, mechanism: Mechanism, methods: Sequence[Method], seed: int, bar: _Progress
+    settings: DemoSettings,
+    mechanism: Mechanism,
+    methods: Sequence[Method],
+    seed: int,
+    bar: _Progress,
 ) -> dict[str, float]:
-    """Each method's best rate of the one grid, by mean validation loss over tuning trials."""
+    """Chooses each method's rate from the grid by the mean validation loss of tuning trials."""
     losses = {method.name: np.zeros(len(settings.learning_rates)) for method in methods}
     for trial in range(settings.tuning_trials):
         task = make_task(settings, seed, (0, trial))
@@ -379,14 +380,14 @@ def _choose_rates(
 
 
 def _compare(
-    settings: Settings,
+    settings: DemoSettings,
     mechanism: Mechanism,
     methods: Sequence[Method],
     rates: dict[str, float],
     seed: int,
     bar: _Progress,
 ) -> tuple[dict[str, list[Outcome]], float]:
-    """Fresh rows in each trial, the same for all methods, and fresh noise for each of them.
+    """Runs all trials; the methods of a trial share fresh rows, and each has fresh noise.
 
     Returns:
         The outcomes by method, and the ε of all methods on the same rows taken together.
@@ -400,10 +401,10 @@ def _compare(
             outcome = run_method(
                 method, task, warm, settings=settings, mechanism=mechanism,
                 learning_rate=rates[method.name],
-                # Noise of its own: where two models share it, what they cost does not add up.
+                # The costs of two models do not add up if they share their noise.
                 seed=_run_seed(seed, 1, trial, number),
-                # Trials have private rows of their own, so one trial is what these rows pay.
-                ledger=ledger if trial == 0 else None,
+                # Each trial has private rows of its own, so one trial is all that they pay for.
+                spend=ledger if trial == 0 else None,
             )  # fmt: skip
             outcomes[method.name].append(outcome)
             bar.update()
@@ -421,7 +422,7 @@ def _mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]
 
 
 def _results(
-    settings: Settings,
+    settings: DemoSettings,
     methods: Sequence[Method],
     rates: dict[str, float],
     outcomes: dict[str, list[Outcome]],
@@ -459,7 +460,7 @@ def _results(
 
 
 def _headline(results: dict[str, Any], methods: Sequence[Method]) -> str:
-    """The finding in a line; a lead of less than three standard errors is no win."""
+    """States the finding in one line; a lead of less than three standard errors is no win."""
     labels = {method.name: method.label for method in methods}
     paired = results["behind_best_paired_by_trial"]
     if not paired:

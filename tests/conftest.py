@@ -1,7 +1,9 @@
 """Settings of the test suite as a whole."""
 
+import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,17 @@ def _no_earlier_fits():
     """Estimators count the fits of a process; a test begins as a process does."""
     if (estimators := sys.modules.get("mirrordp.linear.estimators")) is not None:
         estimators._FITS.clear()
+
+
+# Every compiled program takes pieces of memory of its own. A process may have 65,530 of them, and
+# JAX keeps all programs: after some thousand tests a worker would crash, or run out of memory.
+_MOST_MAPPINGS = 12_000
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import csv
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -145,31 +146,45 @@ VARIANTS = {
 }
 
 
-def train(folder: Path, variant: str) -> None:
-    """Trains in a folder, going on with what is there, and leaves a digest of the result."""
-    real = engine._run_passes
+PRIVATE = mirrordp.PrivateData(tools.features())
+PUBLIC = mirrordp.PublicData(tools.features(rows=10, seed=1))
+START = np.array([0.5, -0.5, 0.25], np.float32)
 
-    def noted(train_step, may_skip, state, partial_sum, inputs, private, *rest):
+
+def note_calls(folder: Path) -> None:
+    """Makes every compiled call note what it is about to compute."""
+    real = engine._run_passes
+    signature = inspect.signature(real)
+
+    def noted(*args):
+        given = signature.bind(*args).arguments
+        state, inputs = given["state"], given["inputs"]
         note(
             folder,
             noise=digest(state.noise_state),
-            batch=digest(inputs.indices),
-            data=digest(private),
-            sums=digest(state.params, partial_sum),
-            steps=int(state.step) + int(inputs.is_last.sum()),
+            batch=digest(inputs.numbers),
+            data=digest(given["private"]),
+            sums=digest(state.params, given["partial_sum"]),
+            steps=int(np.max(state.step)) + int(inputs.is_last.sum()),
+            runs=len(inputs.alpha),
         )
-        return real(train_step, may_skip, state, partial_sum, inputs, private, *rest)
+        return real(*args)
 
     engine._run_passes = noted
+
+
+def train(folder: Path, variant: str) -> None:
+    """Trains in a folder, going on with what is there, and leaves a digest of the result."""
+    note_calls(folder)
     options = VARIANTS[variant]
     checkpoint = mirrordp.Checkpoint(
         folder / "run", every=options.get("every", 1), resume=True, keep=True
     )
     finish(folder, checkpoint, lambda: tools.train(
         tools.squared_distance,
-        jnp.array([0.5, -0.5, 0.25]),
-        mirrordp.PrivateData(tools.features()),
-        mirrordp.PublicData(tools.features(rows=10, seed=1)),
+        START,
+        PRIVATE,
+        PUBLIC,
         mechanism=options["mechanism"](),
         optimizer=optax.adam(0.1),
         alpha=0.5,
@@ -182,27 +197,14 @@ def train(folder: Path, variant: str) -> None:
 
 def train_users(folder: Path) -> None:
     """The same for a federated run."""
-    real = engine._run_passes
-
-    def noted(step, state, partial_sum, inputs, private, *rest, **widths):
-        note(
-            folder,
-            noise=digest(state.noise_state),
-            batch=digest(inputs.users),
-            data=digest(private),
-            sums=digest(state.params, partial_sum),
-            steps=int(state.step) + int(inputs.is_last.sum()),
-        )
-        return real(step, state, partial_sum, inputs, private, *rest, **widths)
-
-    engine._run_passes = noted
+    note_calls(folder)
     rows = [tools.features(rows=1 + number % 4, seed=number) for number in range(tools.ROWS)]
     checkpoint = mirrordp.Checkpoint(folder / "run", resume=True, keep=True)
     finish(folder, checkpoint, lambda: tools.federated_train(
         tools.squared_distance,
-        jnp.array([0.5, -0.5, 0.25]),
+        START,
         mirrordp.PrivateClients.from_users(rows, max_examples_per_user=4),
-        mirrordp.PublicData(tools.features(rows=10, seed=1)),
+        PUBLIC,
         mechanism=tools.mechanism(unit="user"),
         client_learning_rate=0.1,
         alpha=0.5,
@@ -214,17 +216,42 @@ def train_users(folder: Path) -> None:
     ))  # fmt: skip
 
 
+def train_sweep(folder: Path) -> None:
+    """The same for a sweep of two runs, which is charged to a budget."""
+    note_calls(folder)
+    checkpoint = mirrordp.Checkpoint(folder / "run", resume=True, keep=True)
+    with mirrordp.Budget.open(folder / "budget") as budget:
+        finish(folder, checkpoint, lambda: tools.train_sweep(
+            tools.squared_distance,
+            START,
+            PRIVATE,
+            PUBLIC,
+            runs=[mirrordp.SweepRun(alpha=0.5, seed=11), mirrordp.SweepRun(alpha=0.9, seed=12)],
+            mechanism=tools.mechanism(),
+            optimizer=optax.adam(0.1),
+            steps_per_call=2,
+            spend=budget,
+            checkpoint=checkpoint,
+        ))  # fmt: skip
+
+
 def finish(folder: Path, checkpoint: mirrordp.Checkpoint, begin: Callable) -> None:
     """Runs to the end, or is done with a run whose result is there."""
     if (folder / "result").exists():
         return checkpoint.remove()
-    for state, info in begin():
-        steps = info.step
-        result = [digest(state), steps, [float(norm) for norm in info.noisy_grad_norm]]
+    for state, found in begin():
+        infos = found if isinstance(found, list) else [found]
+        norms = [[float(norm) for norm in info.noisy_grad_norm] for info in infos]
+        result = [digest(state), infos[0].step, norms]
     temporary = folder / "result.part"
     temporary.write_text(json.dumps(result))
     os.rename(temporary, folder / "result")
     checkpoint.remove()
+
+
+def ledger_of(folder: Path) -> FileLedger:
+    on_budget = (folder / "budget").exists()
+    return FileLedger.read(folder / ("budget" if on_budget else "run") / "ledger.jsonl")
 
 
 def check_train(folder: Path) -> None:
@@ -237,17 +264,19 @@ def check_train(folder: Path) -> None:
             key = f"{line[name]} {line['steps']}" if name == "batch" else line[name]
             what = (line["data"], line["sums"], line["batch"])
             assert met.setdefault(key, what) == what, f"one {name} met two different sums"
-    path = folder / "run" / "ledger.jsonl"
     if begun:
-        records = FileLedger.read(path).records
-        charged = max((record.get("stop", 0) for record in records), default=0)
-        assert charged >= max(line["steps"] for line in begun), "a step was begun and not charged"
+        charged = {r["run"]: r["stop"] for r in ledger_of(folder).records if "stop" in r}
+        assert len(charged) == begun[0]["runs"], "a run was begun and not charged"
+        begun_steps = max(line["steps"] for line in begun)
+        assert min(charged.values()) >= begun_steps, "a step was begun and not charged"
 
 
 def check_train_end(folder: Path, reference: Path) -> None:
     assert (folder / "result").read_text() == (reference / "result").read_text()
-    mine, theirs = (FileLedger.read(path / "run" / "ledger.jsonl") for path in (folder, reference))
+    mine, theirs = ledger_of(folder), ledger_of(reference)
     assert mine.event == theirs.event, "not charged exactly once"
+    seeds = [record["kind"] for record in mine.records].count("seed")
+    assert seeds == (2 if (folder / "budget").exists() else 0), "a seed was not noted once"
     left = {path.name for path in (folder / "run").iterdir()}
     assert left <= {"lock", "ledger.jsonl", "ledger.jsonl.head", "ledger.jsonl.lock"}, left
 
@@ -318,11 +347,8 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, int]:
     tables.mkdir()
     write_tables(tables)
 
-    def budget(folder: Path) -> None:
-        with mirrordp.Budget.create(
-            folder / "budget", epsilon=3, delta=1e-6, data=tables / "private.csv"
-        ):
-            pass
+    def budget(folder: Path, data=tables / "private.csv") -> None:
+        mirrordp.Budget.create(folder / "budget", epsilon=3, delta=1e-6, data=data).close()
 
     kinds = {
         **{
@@ -335,6 +361,12 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, int]:
             for name in VARIANTS
         },
         "users": (None, train_users, check_train, check_train_end),
+        "sweep": (
+            lambda folder: budget(folder, PRIVATE),
+            train_sweep,
+            check_train,
+            check_train_end,
+        ),
         "fit": (budget, lambda folder: fit(folder, tables), check_fit, check_fit_end),
     }
     happened = {"kills": 0, "runs": 0, "resumed": 0}

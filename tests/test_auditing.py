@@ -1,4 +1,4 @@
-"""Audits: below the claim on honest runs, above it with the noise off; replays find leaks."""
+"""Audits stay below the claim on honest runs and pass it without noise; replays find leaks."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import mirrordp
 from mirrordp import Adjacency, Mechanism, TrainStep, auditing, cli
 from mirrordp.auditing import Algorithm, Attack
 from mirrordp.privacy.sums import ExactSum
-from mirrordp.training import central as training, engine, federated
+from mirrordp.training import engine, federated
 from tests import tools
 
 FEDERATED = Algorithm.FEDERATED
@@ -36,22 +36,22 @@ def made(kind=Mechanism, **options):
 
 
 class NoiseOff(Mechanism):
-    def privatizer(self, key):
-        return self.noise.privatizer(0.0, key)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return self.noise.add(clipped_sum, state, 0.0, weight=weight)
 
 
 def with_noise(factor):
-    """A mechanism whose noise is `factor` times what it states."""
+    """Makes a mechanism whose noise is `factor` times what it states."""
 
     class Deviating(Mechanism):
-        def privatizer(self, key):
-            return self.noise.privatizer(factor * self.noise_stddev, key)
+        def add_noise(self, clipped_sum, state, *, weight=None):
+            return self.noise.add(clipped_sum, state, factor * self.noise_stddev, weight=weight)
 
     return Deviating
 
 
 def with_clip(factor):
-    """A mechanism that clips at `factor` times the norm that it states."""
+    """Makes a mechanism that clips at `factor` times the norm that it states."""
 
     class Deviating(Mechanism):
         def clipped_grad(self, loss_fn, **options):
@@ -72,37 +72,27 @@ ClippingOff = with_clip(1e6)
 
 
 class NoiseReused(Mechanism):
-    """Every step adds the noise of the first."""
+    """A mechanism in which every step adds the noise of the first."""
 
-    def privatizer(self, key):
-        right = super().privatizer(key)
-
-        def update(updates, state, params=None, *, weight=None):
-            return right.update(updates, state, weight=weight)[0], state
-
-        return optax.GradientTransformationExtraArgs(right.init, update)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return super().add_noise(clipped_sum, state, weight=weight)[0], state
 
 
 class NoiseNotProportional(Mechanism):
-    """As much as stated at the multiplier that the tests state, less at smaller ones."""
+    """A mechanism with the stated noise at the tests' multiplier, and less at smaller ones."""
 
-    def privatizer(self, key):
-        return self.noise.privatizer(self.noise_stddev**2 / SIGMA, key)
+    def add_noise(self, clipped_sum, state, *, weight=None):
+        return self.noise.add(clipped_sum, state, self.noise_stddev**2 / SIGMA, weight=weight)
 
 
 def altered(alter):
-    """A mechanism that adds `alter(noise)`, a function of the noise as a tree."""
+    """Makes a mechanism that adds `alter(noise)`, a function of the noise as a tree."""
 
     class Altered(Mechanism):
-        def privatizer(self, key):
-            right = super().privatizer(key)
-
-            def update(updates, state, params=None, *, weight=None):
-                noise, state = right.update(updates.zeros(), state)
-                noise = alter(noise, self.noise_stddev)
-                return jax.tree.map(jnp.add, updates.floats(), noise), state
-
-            return optax.GradientTransformationExtraArgs(right.init, update)
+        def add_noise(self, clipped_sum, state, *, weight=None):
+            noise, state = super().add_noise(clipped_sum.zeros(), state)
+            noise = alter(noise, self.noise_stddev)
+            return jax.tree.map(jnp.add, clipped_sum.floats(), noise), state
 
     return Altered
 
@@ -144,7 +134,7 @@ def unclipped(delta, l2_clip_norm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawsMore(mirrordp.PoissonSampling):
-    """States one probability and draws with another."""
+    """A sampler that states one probability and draws with another."""
 
     factor: float
 
@@ -165,7 +155,7 @@ CLAIMED = {}
 
 @pytest.fixture(autouse=True)
 def _one_epsilon(monkeypatch):
-    """The claim is the same for all mechanisms here; its PLD is computed once."""
+    """Computes the claim, which all mechanisms here share, only once."""
 
     def epsilon(self, delta, *, num_steps=None):
         key = (self.event, delta)
@@ -238,7 +228,7 @@ def dp_sgd(mechanism, *attacks, seed=3):
 
 
 class TestDefaultAudit:
-    """With all attacks together, at a noise multiplier where the first three have no power."""
+    """All attacks together, at a noise multiplier at which the first two have no power."""
 
     @pytest.mark.parametrize(
         ("kind", "attack"),
@@ -255,7 +245,7 @@ class TestDefaultAudit:
 
 
 class TestNoise:
-    """What the attack on the noise alone finds."""
+    """Findings of the attack on the noise alone."""
 
     @pytest.mark.parametrize(
         ("kind", "problem"),
@@ -286,9 +276,9 @@ class TestNoise:
         assert "noise is at most 0.5" in problem
 
     def test_noise_of_two_runs_is_compared(self, monkeypatch):
-        """Runs of different noise multipliers that begin with one key."""
+        """Runs of different noise multipliers begin with the same key."""
         right = engine.randomness
-        monkeypatch.setattr(training, "randomness", lambda seed, **options: right(1, **options))
+        monkeypatch.setattr(engine, "randomness", lambda seed, **options: right(1, **options))
         (found,) = dp_sgd(made(), Attack.NOISE)
         assert "in 50 pairs of steps, such as 0 and 50" in found.problems[0]
 
@@ -300,7 +290,7 @@ class TestNoise:
 
 
 def clips_leaves(loss_fn, *, l2_clip_norm, **options):
-    """Each of the two leaves to C: together up to √2 C."""
+    """Clips each of the two leaves to C, so that together they reach √2 C."""
     parts = {
         name: mirrordp.clipped_grad(
             loss_fn, l2_clip_norm=l2_clip_norm, trainable={**NONE, name: True}, **options
@@ -363,7 +353,7 @@ class TestPower:
         assert self.times_noticed(made(sampling=draws_with(1.0)), Attack.SAMPLING, 10) <= 2
 
     def test_stated_correlation_is_noticed(self):
-        """Two steps of a run, of which the later has a share of the noise of the earlier."""
+        """The later of two steps has a share of the noise of the earlier."""
         (honest,) = dp_sgd(made(), Attack.NOISE)
         correlation = honest.notices["correlation"]
         rng = np.random.default_rng(0)
@@ -375,7 +365,7 @@ class TestPower:
         assert noticed >= 0.85 * 40
 
     def test_attacks_on_the_whole_notice_little(self):
-        """The stated factor of one run, tried on scores of its own."""
+        """The factor that one run states is tried on scores of its own."""
         (one_run,), (paired,) = dp_sgd(made(), Attack.ONE_RUN), dp_sgd(made(), Attack.PAIRED)
         assert 0.05 < one_run.notices["noise"] < 0.2
         assert 0.05 < paired.notices["noise"] < 0.2
@@ -389,7 +379,7 @@ class TestPower:
 
 
 class TestStatistics:
-    """Each bound on mechanisms whose ε or μ is known."""
+    """Each bound is tried on mechanisms whose ε or μ is known."""
 
     def test_one_run_on_randomised_response(self):
         """A guess that is right with probability e^ε / (1 + e^ε) is ε-private, and no less."""
@@ -454,7 +444,7 @@ class TestStatistics:
         assert 0 < wrong <= 0.2 * 300
 
     def test_paired_holds_as_often_as_it_says(self):
-        """Randomised response at ε = 1: both rates are at the limit."""
+        """Both rates of randomised response at ε = 1 are at the limit."""
         rng = np.random.default_rng(2)
         wrong = 0
         for _ in range(500):
@@ -469,7 +459,7 @@ class TestStatistics:
         assert wrong <= 0.4 * 500
 
     def test_low_confidence(self):
-        """The statistics take errors below one half only."""
+        """The statistics accept errors below one half only."""
         (found,) = auditing.audit(
             made(num_steps=1), algorithms=[Algorithm.DP_SGD], attacks=[Attack.PAIRED],
             confidence=0.3, num_runs=20, seed=1,
@@ -494,7 +484,7 @@ class TestRefused:
         assert "--sampling-prob below 1" in capsys.readouterr().err
 
     def test_sampling_of_everybody(self):
-        with pytest.raises(ValueError, match="nothing is drawn where every record joins"):
+        with pytest.raises(ValueError, match="needs a sampling probability below 1"):
             auditing.audit(
                 made(sampling=mirrordp.privacy.FullBatch.of(CANARIES)), attacks=[Attack.SAMPLING]
             )
@@ -524,7 +514,7 @@ class TestRefused:
 
 
 def scaled_loss(params, example):
-    """Cubic in the row: gradients of every size, and NaN and infinity where the row has them."""
+    """Is cubic in the row: gradients have every size, and NaN and infinity if the row has them."""
     return jnp.dot(params["w"], example["x"]) ** 3 + params["b"] * example["y"]
 
 

@@ -17,7 +17,7 @@ from mirrordp import (
     SecureGaussianNoise,
 )
 from mirrordp.spending.budget import BudgetError
-from mirrordp.training import AdaptiveClip, engine, federated, sweep as sweeps
+from mirrordp.training import AdaptiveClip, engine, federated
 from mirrordp.training.bookkeeping import Books
 from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
 from mirrordp.training.sweep import SweepRun
@@ -141,7 +141,7 @@ class TestUsersWithACheckpoint:
         folder = tmp_path / "run"
         interrupted(rounds(**options, checkpoint=Checkpoint(folder)), yields)
         resumed = list(rounds(**options, checkpoint=Checkpoint(folder, resume=True)))
-        assert [found.round for _, found in resumed] == [2, 4, 6][max(0, yields - 1) :]
+        assert [found.step for _, found in resumed] == [2, 4, 6][max(0, yields - 1) :]
         state, found = resumed[-1]
         assert bits(state) == bits(whole)
         assert found.charged_steps == 5
@@ -156,7 +156,7 @@ class TestUsersWithACheckpoint:
         for name, owner, attribute in (
             ("save", Books, "_save"),
             ("charge", FileLedger, "charge"),
-            ("run", federated, "_run_passes"),
+            ("run", engine, "_run_passes"),
         ):
             function = recorded(order, name, getattr(owner, attribute))
             monkeypatch.setattr(owner, attribute, function)
@@ -195,7 +195,7 @@ class TestUsersWithACheckpoint:
             ({"seed": 4}, "seed"),
             # Other shapes are another program, which need not round alike.
             ({"private": clients(max_examples_per_user=test_federated.BOUND + 1)},
-             "max_examples_per_user"),
+             "form of the private data"),
             ({"stream": False}, "stream"),
         ],
     )  # fmt: skip
@@ -267,7 +267,7 @@ class TestSweeps:
             seen.append([record for record in records if record["kind"] == "charge"])
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(sweeps, "_run_all", look)
+        monkeypatch.setattr(engine, "_run_passes", look)
         runs = [
             SweepRun(seed=1),
             SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7),

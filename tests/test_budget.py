@@ -403,7 +403,7 @@ class TestRuns:
 
     def test_a_report_states_the_budget_and_nothing_about_the_data(self, budget):
         last(train(budget))
-        report = mirrordp.RunReport.of(mechanism(), 1e-6, budget=budget)
+        report = mirrordp.RunReport.of(mechanism(), 1e-6, spend=budget)
         text = report.to_json() + report.privacy_card()
         assert report.ledger == {
             **budget.ledger.position._asdict(),
@@ -503,7 +503,7 @@ class TestOneHolder:
             try:
                 budget.charge(GAUSSIAN)
             except LedgerError as error:
-                os._exit(7 if "forked off" in str(error) else 1)
+                os._exit(7 if "forked from" in str(error) else 1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         budget.charge(GAUSSIAN)
@@ -690,7 +690,7 @@ class TestCommandLine:
         assert cli.main([*plan, "--noise-multiplier", "0.1"]) == 2
         assert "at least one step fits" in capsys.readouterr().err
         assert cli.main([*plan, "--noise-multiplier", "3", "--steps", "30"]) == 2
-        assert "got both" in capsys.readouterr().err
+        assert "not allowed with argument" in capsys.readouterr().err
         with Budget.open(files / "b", data=files / "private.csv") as budget:
             budget.charge(dp_accounting.GaussianDpEvent(budget.least_noise * (1 + 1e-12)))
             # Whoever uses it: asking takes no lock.
@@ -765,7 +765,7 @@ class TestCommandLine:
             (["budget"], "init, show or plan"),
             (
                 ["budget", "show", "nowhere"],
-                "expected a budget in 'nowhere', got no such folder; check the path.",
+                "expected a budget in 'nowhere', got no such folder. Check the path.",
             ),
             (["budget", "init", "x", "--epsilon", "1", "--delta", "1e-6"], "--data"),
             (

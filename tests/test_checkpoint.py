@@ -16,12 +16,13 @@ import pytest
 
 import mirrordp
 from mirrordp import Budget, Checkpoint, FileLedger, Ledger, PrivateData, PublicData, cli
+from mirrordp.cli import fit as cli_fit
 from mirrordp.linear import descent as linear
 from mirrordp.privacy import accounting
 from mirrordp.spending.budget import BudgetError
 from mirrordp.spending.files import LockedError
 from mirrordp.spending.ledger import LedgerError, Position
-from mirrordp.training import central as training, engine
+from mirrordp.training import engine
 from mirrordp.training.bookkeeping import Books
 from mirrordp.training.checkpoint import (
     CheckpointError,
@@ -281,7 +282,7 @@ class TestRefused:
         def other_batches(*args, **options):
             return np.random.default_rng(99), right(*args, **options)[1]
 
-        monkeypatch.setattr(training, "randomness", other_batches)
+        monkeypatch.setattr(engine, "randomness", other_batches)
         with pytest.raises(CheckpointError, match="to be drawn again as they were"):
             next(run(tmp_path / "run", resume=True))
 
@@ -390,10 +391,10 @@ class TestDamage:
             run(tmp_path / "run", resume=True)
 
     def test_any_flipped_bit_is_noticed(self):
-        saved = Saved("a", 5, {"x": "y"}, Position(1, "h"), {"step": 3}, {"w": np.arange(3.0)})
+        saved = Saved("a", [5, 6], {"x": "y"}, Position(1, "h"), {"step": 3}, {"w": np.arange(3.0)})
         content = saved.to_bytes()
         back = Saved.from_bytes(content)
-        assert (back.run, back.entropy, back.position) == ("a", 5, {"step": 3})
+        assert (back.run, back.entropy, back.position) == ("a", [5, 6], {"step": 3})
         np.testing.assert_array_equal(back.arrays["w"], np.arange(3.0))
         for at in range(len(content)):
             changed = bytearray(content)
@@ -461,7 +462,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 try:
     mirrordp.Checkpoint(sys.argv[1])
     run = mirrordp.Checkpoint(sys.argv[1]).open(mirrordp.Adjacency.ZERO_OUT)
-    run.verify({}, 0)
+    run.verify({}, [0])
     run.save({}, {"w": jnp.zeros(1000)})
 except mirrordp.spending.StorageError as error:
     print(f"{type(error).__name__}: {error}")
@@ -540,7 +541,7 @@ def test_trees_survive():
         "none": None,
         "bool": jnp.array([True, False]),
     }
-    content = Saved("a", 0, {}, Position(1, ""), {}, to_arrays(tree, "t")).to_bytes()
+    content = Saved("a", [0], {}, Position(1, ""), {}, to_arrays(tree, "t")).to_bytes()
     back = from_arrays(tree, Saved.from_bytes(content).arrays, "t")
     assert bits(back) == bits(tree)
     assert jax.tree.map(lambda leaf: leaf.dtype, back) == jax.tree.map(
@@ -623,7 +624,7 @@ class TestFit:
         assert keys[2] != keys[0]
 
     def test_killed_after_the_model_was_written(self, files, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(cli._tables, "_remove_secrets", interrupt)
+        monkeypatch.setattr(cli_fit, "_remove_secrets", interrupt)
         assert cli.main(fit_options(files)) == 130
         monkeypatch.undo()
         kept = self.coefficients(files)
@@ -635,13 +636,13 @@ class TestFit:
         assert not (tmp_path / "model.run").exists()
 
     def test_interrupted_after_everything_was_done(self, files, capsys, monkeypatch):
-        remove = cli._tables._remove_secrets
+        remove = cli_fit._remove_secrets
 
         def removed_then_interrupted(*args):
             remove(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(cli._tables, "_remove_secrets", removed_then_interrupted)
+        monkeypatch.setattr(cli_fit, "_remove_secrets", removed_then_interrupted)
         assert cli.main(fit_options(files)) == 130
         message = capsys.readouterr().err
         assert "The run had finished" in message

@@ -1,5 +1,6 @@
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -8,8 +9,10 @@ import pytest
 
 import mirrordp
 from mirrordp import cli, demo
+from mirrordp.cli import _common, budget, fit
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, epsilon as exact_epsilon, full_batch_event
+from mirrordp.tables import TASKS
 from tests.test_demo import TINY
 
 CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]
@@ -20,7 +23,7 @@ ACCOUNT = ["account", "--noise-multiplier", "1.5"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """How long things take must not decide what tests see."""
-    monkeypatch.setattr(cli._common, "_PATIENCE", 1e6)
+    monkeypatch.setattr(_common, "_PATIENCE", 1e6)
 
 
 def run_json(capsys, *arguments):
@@ -203,16 +206,16 @@ BAD = {
     "mistyped option before the command": (["--verison"], "(did you mean --version?)"),
     "mistyped command": (["calibrat"], "got 'calibrat' (did you mean calibrate?)"),
     "mistyped command of a command": (["budget", "shwo"], "got 'shwo' (did you mean show?)"),
-    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "expected one of --steps, --epochs"),
+    "missing steps": ([*ACCOUNT, "--delta", "1e-5"], "arguments --steps --epochs is required"),
     "steps and epochs": (
         [*ACCOUNT, *SMALL, "--epochs", "3"],
-        "either --steps or --epochs, got both",
+        "argument --epochs: not allowed with argument --steps",
     ),
     "too many epochs": (
         [*ACCOUNT, *SMALL[:2], "--epochs", "1e6", "--delta", "1e-5"],
         "at most 10000000 steps, got 100000000",
     ),
-    "missing value": (["account", "--noise-multiplier"], "expected a value, got none"),
+    "missing value": (["account", "--noise-multiplier"], "expected one argument"),
     "not a number": ([*ACCOUNT, *SMALL[:2], "--steps", "many"], "got 'many'"),
     "fractional steps": ([*ACCOUNT, *SMALL[:2], "--steps", "1.5"], "positive integer, got '1.5'"),
     "too many steps": (
@@ -255,11 +258,11 @@ BAD = {
     "fixed with zero-out": ([*ACCOUNT, *CIFAR, "--sampling", "fixed"], "--adjacency replace"),
     "fixed with pld": (
         [*ACCOUNT, *CIFAR, "--sampling", "fixed", "--adjacency", "replace", "--accountant", "pld"],
-        "use --accountant rdp",
+        "PLD cannot analyse fixed-size sampling under replace adjacency. Use RDP.",
     ),
     "rdp with Poisson and replace": (
         [*ACCOUNT, *SMALL, "--adjacency", "replace", "--accountant", "rdp"],
-        "use --accountant pld",
+        "RDP cannot analyse Poisson sampling under replace adjacency. Use PLD.",
     ),
     "full with a batch": ([*ACCOUNT, *CIFAR, "--sampling", "full"], "got --batch-size 500"),
     "full with q": ([*ACCOUNT, *SMALL, "--sampling", "full"], "got --sampling-prob 0.01"),
@@ -269,7 +272,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, words):
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -304,7 +307,7 @@ def test_version(capsys):
 
 
 def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
     assert (
         cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
     )
@@ -320,7 +323,7 @@ def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
 
 
 def test_demo_prints_a_table(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     for words in ("DP-SGD, cold", "DP-SGD, warm", "PDA-DPMD", "<- best", str(tmp_path), "Took"):
@@ -353,7 +356,7 @@ def test_installed_command():
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (False, False), (False, True)])
 def test_what_takes_long_is_said(capsys, monkeypatch, terminal, quiet):
-    monkeypatch.setattr(cli._common, "_PATIENCE", 0.01)
+    monkeypatch.setattr(_common, "_PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     slow = accounting.epsilon
     monkeypatch.setattr(
@@ -374,7 +377,7 @@ def test_what_should_not_happen_has_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(accounting, "epsilon", broken)
     assert cli.main([*ACCOUNT, *SMALL]) == 70
     captured = capsys.readouterr()
-    assert "RuntimeError (test_cli.py, line" in captured.err
+    assert "unexpected RuntimeError occurred (test_cli.py, line" in captured.err
     assert "Alice" not in captured.err
     assert captured.err.count("\n") == 1
     monkeypatch.setenv("MIRRORDP_TRACEBACK", "1")
@@ -400,16 +403,63 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert errors == b""
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [*ACCOUNT, *SMALL]])
+def test_jax_is_not_imported(arguments):
+    """It takes seconds."""
+    code = f"""
+import sys
+from mirrordp import cli
+try:
+    assert cli.main({arguments!r}) == 0
+except SystemExit as stopped:
+    assert stopped.code == 0
+assert not {{"jax", "jax_privacy", "optax", "sklearn", "matplotlib"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_choices_are_those_of_the_library():
+    """The command line repeats them, since it parses options before it imports the library."""
+    assert set(_common.ADJACENCIES) == {kind.value for kind in Adjacency}
+    assert budget.UNITS == accounting.UNITS
+    assert fit.TASKS == TASKS
+
+
+# Runs the installed command, and says when Python itself and the package have started.
+STARTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mirrordp import cli
+main = cli.main
+def started():
+    print("started", flush=True)
+    return main(sys.argv[1:])
+cli.main = started
+cli.command()
+"""
+
+
 @pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        ("expected a, got b. Check the path.", "expected a, got b; check the path."),
-        ("got b. Use Budget.open(x), e.g. now. FileLedger(x) too.",
-         "got b; use Budget.open(x), e.g. now; FileLedger(x) too."),
-        ("got 0.5. PLD is not it. A run, say", "got 0.5; PLD is not it; a run, say."),
-        ("got b. 'mirrordp fit' helps. Budget.open(x) too.",
-         "got b; 'mirrordp fit' helps; Budget.open(x) too."),
-    ],
-)  # fmt: skip
-def test_a_message_of_several_sentences_becomes_one(message, sentence):
-    assert cli._common.sentence(ValueError(message)) == sentence
+    ("command", "delay"),
+    [("--help", 0.0), *(("demo", delay) for delay in (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0))],
+)
+def test_interruption_at_any_time_has_no_traceback(tmp_path, command, delay):
+    """Also in the middle of an import."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTED, command, *(["--quiet"] if command == "demo" else [])],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "started\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    if process.returncode in (0, -signal.SIGINT):
+        # It had finished before, perhaps up to the point where Python forgets our handler.
+        assert errors == ""
+    else:
+        assert process.returncode == 130
+        assert errors.startswith("mirrordp: interrupted.")
+        assert errors.count("\n") == 1

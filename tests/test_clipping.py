@@ -15,7 +15,7 @@ from mirrordp.privacy.trainable import Trainable
 from tests.contracts import clipper
 from tests.contracts.clipper import ClipperContract
 
-# Every function of this signature obeys the same contract: add it here.
+# Every function of this signature obeys the same contract and belongs in this list.
 CLIPPERS = [mirrordp.clipped_grad, ghost.clipped_grad]
 
 
@@ -27,7 +27,7 @@ class TestClippers(ClipperContract):
 
 
 def _broken(change, loss_fn, **options):
-    """`mirrordp.clipped_grad` with its sum changed by `change(params, batch, is_padding, sum)`."""
+    """Returns a clipper whose sum is changed by `change(params, batch, is_padding, sum)`."""
     right = mirrordp.clipped_grad(loss_fn, **options)
 
     def exact_sum(params, batch, is_padding, *, keys=None):
@@ -87,7 +87,7 @@ def test_the_contract_rejects_a_broken_clipper(change, tests):
 
 
 def test_norms_of_a_long_gradient_are_not_lost_to_rounding():
-    """A million equal entries: a careless sum of squares would be off by far more than 1e-6."""
+    """A float32 sum of a million equal squares would be off by far more than 1e-6."""
     size = 1_000_000
     clipped = jax.jit(mirrordp.clipped_grad(lambda p, x: jnp.sum(p * x), l2_clip_norm=1.0))
     found = np.asarray(

@@ -1,4 +1,4 @@
-"""Convolutions as products of patches: the same values and gradients, and none left in loops."""
+"""Products of patches give the values and gradients of convolutions, also in training loops."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ CASES = {
 
 
 def convolutions(jaxpr) -> list:
-    """All convolutions of a jaxpr and of those inside it."""
+    """Returns all convolutions of a jaxpr and of those inside it."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
@@ -153,7 +153,7 @@ def test_training_loops_have_no_convolutions_on_the_cpu():
 
 
 def test_networks_side_by_side_are_the_networks_one_by_one(monkeypatch):
-    """With the loss function left as it is in the runs one by one."""
+    """The runs one by one use the loss function unchanged."""
     loss, params, example = problem("strided")
     params, example = params.astype(jnp.float32), example.astype(jnp.float32)
     rows = np.random.default_rng(1).normal(size=(40, *example.shape)).astype(np.float32)

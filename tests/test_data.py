@@ -71,7 +71,7 @@ class TestTypes:
 class TestBadInput:
     @BOTH
     def test_empty(self, kind):
-        with pytest.raises(ValueError, match=f"{kind.__name__} is empty: expected at least one"):
+        with pytest.raises(ValueError, match=f"{kind.__name__} needs at least one row"):
             kind(np.zeros((0, 3)))
         with pytest.raises(ValueError, match="at least one array, got an empty tree"):
             kind({})
@@ -152,7 +152,7 @@ class TestOverlap:
 
     def test_refuse(self):
         with pytest.raises(
-            ValueError, match=r"2 private rows equal a public row.*'refuse'"
+            ValueError, match=r"2 private rows equal a public row, and overlap=Overlap.REFUSE"
         ) as caught:
             excluded_rows(PrivateData(rows()), PublicData(self.few_private()), Overlap.REFUSE)
         assert UNPROTECTED in str(caught.value)

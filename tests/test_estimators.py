@@ -18,13 +18,14 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import mirrordp
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.linear import descent as linear, estimators
-from mirrordp.linear.descent import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR, ClippedSum, Rows
+from mirrordp.linear import _inputs, descent, estimators, tuning
+from mirrordp.linear.descent import ClippedSum, Rows
 from mirrordp.linear.estimators import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivatePoissonRegressor,
 )
+from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR
 
 WIDTH = 5
 
@@ -155,7 +156,7 @@ class TestPrivateDescent:
         mechanism = full_batch(
             n, num_steps=num_steps, noise_multiplier=noise_multiplier, l2_clip_norm=l2_clip_norm
         )
-        moved = linear.private_descent(
+        moved = descent.private_descent(
             SQUARED_ERROR, np.zeros((width, 1)), rows, mechanism, learning_rate=learning_rate,
             key=jax.random.key(num_steps),
         )  # fmt: skip
@@ -178,7 +179,7 @@ class TestPrivateDescent:
     def test_is_gradient_descent_and_forgets_the_first_eighth(self):
         rows, theta = problem(SQUARED_ERROR)
         mechanism = full_batch(len(rows), num_steps=16, noise_multiplier=1e-6, l2_clip_norm=1e2)
-        found = linear.private_descent(
+        found = descent.private_descent(
             SQUARED_ERROR, np.zeros_like(theta), rows, mechanism, learning_rate=0.5,
             key=jax.random.key(0),
         )  # fmt: skip
@@ -202,7 +203,7 @@ class TestPrivateDescent:
             full_batch(len(rows), noise_multiplier=0.0),
         ):
             with pytest.raises(ValueError, match=r"full batches|noise"):
-                linear.private_descent(
+                descent.private_descent(
                     SQUARED_ERROR, theta, rows, mechanism, learning_rate=1.0, key=jax.random.key(0)
                 )
 
@@ -213,7 +214,7 @@ class TestPublicObjective:
         family, loss_fn = LOSSES[name]
         rows, theta = problem(family, rows=60)
         ridge = np.array([0.01] * (WIDTH - 1) + [0.0])
-        objective = linear.PublicObjective(family, rows, ridge, np.zeros_like(theta))
+        objective = tuning.PublicObjective(family, rows, ridge, np.zeros_like(theta))
         with jax.enable_x64(True):
             batch = {"u": jnp.asarray(rows.features), "y": jnp.asarray(rows.targets)}
             grad = jax.grad(lambda t: jnp.mean(jax.vmap(loss_fn, (None, 0))(t, batch)))
@@ -224,7 +225,7 @@ class TestPublicObjective:
     def test_whitening_makes_the_hessian_the_identity(self, name):
         family, loss_fn = LOSSES[name]
         rows, theta = problem(family, rows=200)
-        objective = linear.PublicObjective(family, rows, np.full(WIDTH, 1e-3), np.zeros_like(theta))
+        objective = tuning.PublicObjective(family, rows, np.full(WIDTH, 1e-3), np.zeros_like(theta))
         with jax.enable_x64(True):
             batch = {"u": jnp.asarray(rows.features), "y": jnp.asarray(rows.targets)}
 
@@ -241,10 +242,10 @@ class TestPublicObjective:
         rows, _ = problem(LOGISTIC, rows=100)
 
         def choose(noise):
-            public = linear.PublicObjective.cross_validated(
+            public = tuning.PublicObjective.cross_validated(
                 LOGISTIC, rows, penalized=np.ones(WIDTH), rng=np.random.default_rng(0)
             )
-            return linear.choose_settings(
+            return tuning.choose_settings(
                 public, lambda objective: objective.whitening, num_private=1000,
                 one_step_noise=noise, rng=np.random.default_rng(0),
             )  # fmt: skip
@@ -390,11 +391,11 @@ class TestContract:
             tmp_path / "budget", epsilon=9.0, delta=0.02, data=mirrordp.PrivateData(x)
         ) as budget:
             with pytest.raises(ValueError, match=r"delta of at most 1/n = 0.017 .* got 0.02"):
-                PrivateLinearRegression(delta=0.02).fit(x, y, *public, budget=budget)
+                PrivateLinearRegression(delta=0.02).fit(x, y, *public, spend=budget)
             assert budget.status.charges == 0
             model = PrivateLinearRegression(delta=0.02, allow_large_delta=True)
             with pytest.warns(UserWarning, match="above 1/n"):
-                model.fit(x, y, *public, budget=budget)
+                model.fit(x, y, *public, spend=budget)
             assert budget.status.charges == 1
         assert "above one over the number of records" in model.privacy_.privacy_card()
         PrivateLinearRegression(delta=1 / 60, random_state=0).fit(x, y, *public)
@@ -425,7 +426,7 @@ def sums(monkeypatch):
             found.append((clipped_sum, self.mechanism))
             return clipped_sum
 
-    monkeypatch.setattr(linear, "_NoiseStream", NoNoise)
+    monkeypatch.setattr(descent, "_NoiseStream", NoNoise)
     return found
 
 
@@ -469,10 +470,8 @@ class TestNeighbours:
         """Zero-out: with and without the row. Replace: the usual row and the extreme one."""
         if extreme in ("nan", "inf"):
             # Refused already when the rows are checked; here the second line of defence is meant.
-            monkeypatch.setattr(estimators, "_refuse_non_finite", lambda *arguments: None)
-            monkeypatch.setattr(
-                estimators, "_copies", lambda problem, x, x_public: np.zeros(len(x), bool)
-            )
+            monkeypatch.setattr(_inputs, "refuse_non_finite", lambda *arguments: None)
+            monkeypatch.setattr(_inputs, "copies", lambda x, *others: np.zeros(len(x), bool))
         x, y = self.rows(task, extreme)
         models = [
             self.fit(task, x, y),
@@ -570,7 +569,7 @@ class TestCopies:
             public_x, public_y = np.concatenate([public_x, others[0]]), [*public_y, *others[1]]
         expected = f"{len(order)} of {len(public_x)} public rows that equal a private row"
         with budget, pytest.raises(ValueError, match=expected) as error:
-            TASKS[task](random_state=0).fit(x, y, public_x, public_y, budget=budget)
+            TASKS[task](random_state=0).fit(x, y, public_x, public_y, spend=budget)
         assert UNPROTECTED in str(error.value)
         assert budget.status.charges == 0
 
@@ -628,7 +627,7 @@ class TestNobodyChangesTheNumbersOfAnother:
             seen.append(rows)
             return theta
 
-        monkeypatch.setattr(linear, "private_descent", record)
+        monkeypatch.setattr(descent, "private_descent", record)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnprotectedWarning)
             estimator.fit(x, y, *public)
@@ -721,7 +720,7 @@ class TestPrivacy:
             seen.append((theta, mechanism, options["learning_rate"], rows.features))
             return theta
 
-        monkeypatch.setattr(linear, "private_descent", record)
+        monkeypatch.setattr(descent, "private_descent", record)
         x, y = draw(task, 200)
         public = draw(task, 60, seed=1)
         for factor in (1.0, 1e6):
@@ -932,10 +931,30 @@ class TestRepeatedFits:
             warnings.simplefilter("error")
             for steps in (2, 4):
                 model = PrivateLinearRegression(0.5, num_steps=steps).fit(
-                    x, y, *public, budget=budget
+                    x, y, *public, spend=budget
                 )
         assert model.privacy_.tuning.startswith("charged, as far as it was made by what runs")
         assert "share one budget" in model.privacy_.privacy_card()
+
+    def test_fits_on_a_ledger_are_charged_and_reported_together(self, tmp_path):
+        data = (*draw("regression", 100), *draw("regression", 60, seed=1))
+        ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+        fit = PrivateLinearRegression(0.5, num_steps=2, random_state=0).fit
+        first = fit(*data, spend=ledger).privacy_
+        assert first.epsilon == pytest.approx(ledger.epsilon(1e-5).epsilon)
+        assert first.epsilon <= 0.5
+        # A ledger adds up fits that were fixed beforehand; whether they were is not known.
+        with pytest.warns(UserWarning, match="one of 2 private fits"):
+            second = fit(*data, spend=ledger).privacy_
+        assert second.epsilon == ledger.epsilon(1e-5).epsilon > 1.3 * first.epsilon
+        with pytest.raises(TypeError, match="spend must be Ledger or Budget"):
+            fit(*data, spend=1.0)
+        with pytest.raises(ValueError, match="survives a crash, got one in memory"):
+            fit(*data, spend=ledger, checkpoint=mirrordp.Checkpoint(tmp_path / "run"))
+        other = mirrordp.Ledger(mirrordp.Adjacency.REPLACE)
+        with pytest.raises(ValueError, match="one ledger has one adjacency"):
+            fit(*data, spend=other)
+        assert other.event == mirrordp.Ledger(mirrordp.Adjacency.REPLACE).event
 
 
 class TestMistakes:
@@ -977,9 +996,9 @@ class TestMistakes:
         model = TASKS[task]()
         with pytest.raises(ValueError, match="go together"):
             model.fit(x, y, X_public=x)
-        with pytest.raises(ValueError, match="equally many rows"):
+        with pytest.raises(ValueError, match="the same number of rows"):
             model.fit(x, y[:-1])
-        with pytest.raises(ValueError, match="y_public must have equally many rows"):
+        with pytest.raises(ValueError, match="y_public must have the same number of rows"):
             model.fit(x, y, x, y[:-1])
         with pytest.raises(ValueError, match="features"):
             model.fit(x, y, x[:, 1:], y)

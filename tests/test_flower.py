@@ -216,7 +216,7 @@ def test_one_hostile_client_moves_the_sum_by_at_most_the_clip_norm(value, copies
         server = strategy()
         messages = ask(server)
         replies = [found for place, m in enumerate(messages[1:]) for found in honest(place, m)]
-        return wide(server.private_sum(hostile(messages[0]) + replies).floats())
+        return wide(server.private_sum(hostile(messages[0]) + replies).total.floats())
 
     def hostile(message):
         replies = [reply(message, delta(value)) for _ in range(copies)]
@@ -495,10 +495,10 @@ def test_the_report_holds_epsilon_after_every_round():
     mech = mechanism(noise_multiplier=2.0, accountant=Accountant.RDP, num_steps=rounds)
     ledger = mirrordp.Ledger(mech.adjacency)
     ledger.charge(mech.event)
-    for options in ({}, {"ledger": ledger}):
+    for options in ({}, {"spend": ledger}):
         server = strategy(mech=mech, reply_timeout=0.01, **options)
         logged = []
-        server.run(FakeGrid(), on_round=lambda own, out=logged: out.append(own.spent().epsilon))
+        server.run(FakeGrid(), on_step=lambda own, out=logged: out.append(own.spent().epsilon))
         report = mirrordp.RunReport.from_dict(json.loads(server.report().to_json()))
         assert report.seeded is (server.seed is not None)
         found = dict(report.epsilon_over_steps)
@@ -596,7 +596,7 @@ def test_server_and_clients_speak_the_same_language():
     server = strategy(users=None)
     rounds = []
     grid = FakeGrid(lambda message: [app(message, CONTEXT)])
-    params = server.run(grid, on_round=lambda s: rounds.append(int(s.state.step)))
+    params = server.run(grid, on_step=lambda s: rounds.append(int(s.state.step)))
     assert rounds == [1, 2, 3]
     assert server.users == tuple(NODES)
     np.testing.assert_allclose(wide(params), -0.06, rtol=1e-4)
@@ -605,7 +605,7 @@ def test_server_and_clients_speak_the_same_language():
         server.run(grid)
 
 
-def test_a_run_is_what_federated_train_simulates():
+def test_a_run_is_what_train_simulates():
     """Same seed, same cohorts, same noise: deployment and simulation are one algorithm."""
     lists = [tools.features(rows=3 if user else 0, seed=user) for user in range(USERS)]
     start = jnp.ones(3)
@@ -653,7 +653,7 @@ def test_flowers_own_loop():
     app = client(lambda params, _: jax.tree.map(lambda leaf: leaf - 0.01, params))
     server = strategy()
     grid = FakeGrid(lambda message: [app(message, CONTEXT)])
-    result = server.start(grid, server.arrays, num_steps=ROUNDS)
+    result = server.start(grid, server.arrays, num_rounds=ROUNDS)
     np.testing.assert_allclose(wide(flower.from_arrays(result.arrays, PARAMS)), -0.03, rtol=1e-4)
     assert [int(number) for number in result.train_metrics_clientapp] == [1, 2, 3]
     assert set(result.train_metrics_clientapp[3]) == {
@@ -688,11 +688,10 @@ def test_trees_survive_the_journey(params):
 
 def test_frozen_leaves_are_not_sent():
     mask = {"w": True, "b": False}
-    frozen = mirrordp.privacy.clipping.frozen_mask(mask, PARAMS)
     rows = np.ones((5, 3), np.float32)
     train = flower.local_sgd(loss_fn, learning_rate=0.1, batch_size=2, trainable=mask)
     app = client(lambda params, _: train(params, rows), trainable=mask)
-    server = strategy(step={"trainable": frozen})
+    server = strategy(step={"trainable": mask})
     messages = ask(server)
     replies = [app(message, CONTEXT) for message in messages]
     assert list(replies[0].content.array_records["arrays"]) == ["['w']"]
@@ -869,7 +868,7 @@ def test_what_an_exception_says_stays_on_the_node(where):
         ({"users": [1, 1]}, "different nodes"),
         ({"users": [1, 2]}, "made for num_examples"),
         ({"num_steps": 9}, "made for 3 steps"),
-        ({"ledger": mirrordp.Ledger(Adjacency.REPLACE)}, "one adjacency"),
+        ({"spend": mirrordp.Ledger(Adjacency.REPLACE)}, "one adjacency"),
         ({"mech": Mechanism(sampling=FullBatch.of(6), l2_clip_norm=1.0, noise_multiplier=1.0,
                             num_steps=3)}, "one record is one user"),
     ],

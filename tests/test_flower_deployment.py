@@ -184,7 +184,7 @@ def test_processes_with_hostile_nodes_and_one_that_dies(flower):
         "rounds": 2,
         "noise-multiplier": 3.0,
         "participation-is-seen": "true",
-        "round-timeout": 45.0,
+        "reply-timeout": 45.0,
     }
     run = flower.run_app(config)
     flower.wait("round 1", lambda: "round 1: epsilon" in flower.log("run"), run, honest, liars)

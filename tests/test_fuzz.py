@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mirrordp
 from experiments.deep.settings import SettingsError, load
 from mirrordp import Adjacency, Budget, FileLedger, Mechanism, PrivateData, cli
-from mirrordp.linear import descent as linear
+from mirrordp.linear import descent, tuning
 from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
 from mirrordp.spending import StorageError
 from mirrordp.spending.ledger import Position
@@ -46,8 +46,10 @@ def no_descent():
         raise Accepted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "choose_settings", lambda *_, **__: linear.Settings(1.0, 4, 0.1))
-        patch.setattr(linear, "private_descent", accepted)
+        patch.setattr(
+            tuning, "choose_settings", lambda *_, **__: tuning.DescentSettings(1.0, 4, 0.1)
+        )
+        patch.setattr(descent, "private_descent", accepted)
         yield
 
 
@@ -221,7 +223,9 @@ def model(tmp_path_factory):
     (folder / "private.csv").write_bytes(PRIVATE)
     (folder / "public.csv").write_bytes(PUBLIC)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "choose_settings", lambda *_, **__: linear.Settings(1.0, 0, 0.1))
+        patch.setattr(
+            tuning, "choose_settings", lambda *_, **__: tuning.DescentSettings(1.0, 0, 0.1)
+        )
         code, text = call(fit(folder, "regression"))
     assert code == 0, text
     return folder / "model"
@@ -315,7 +319,7 @@ def test_a_damaged_checkpoint_is_noticed(data):
     """Every change of a byte is noticed, and nothing is executed."""
     content = Saved(
         run="r",
-        entropy=7,
+        entropy=(7,),
         configuration={"mechanism": "m"},
         ledger=Position(1, "ab"),
         position={"step": 4},

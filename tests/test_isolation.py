@@ -1,4 +1,4 @@
-"""A loss is mapped over examples: what could hand it the batch is refused before anything runs."""
+"""Operations that could show a loss the whole batch are refused before anything runs."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ centred.def_vmap(lambda size, batched, x: (x - jnp.mean(x, axis=0), True))
 
 
 def drawn(impl):
-    """Noise by a key that the example itself decides."""
+    """Draws noise with a key that the example itself decides."""
 
     def function(x):
         words = 4 if "rbg" in impl else 2
@@ -54,7 +54,7 @@ def kernel(x):
     return pallas.pallas_call(body, out_shape=x, interpret=True)(x)
 
 
-# An operation of somebody else, with a batching rule of their own.
+# An operation of another package, with its own batching rule.
 theirs = Primitive("theirs")
 theirs.def_abstract_eval(lambda x: x)
 theirs.def_impl(lambda x: x)
@@ -97,14 +97,14 @@ def in_custom_jvp(function):
 
 
 def in_backward(function):
-    """In the backward rule alone."""
+    """Couples examples in the backward rule only."""
     called = jax.custom_vjp(lambda x: x)
     called.defvjp(lambda x: (x, None), lambda _, g: (function(g),))
     return called
 
 
 def in_tangents(function):
-    """In the derivative rule alone."""
+    """Couples examples in the derivative rule only."""
     called = jax.custom_jvp(lambda x: x)
     called.defjvp(lambda primals, tangents: (primals[0], function(primals[0]) * tangents[0]))
     return called
@@ -153,7 +153,7 @@ def keyed(params, x, key):
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_keys_that_are_given(impl):
-    """Of the caller's own loop; `train` makes keys of another kind."""
+    """The keys come from the caller's own loop; `train` makes keys of another kind."""
     keys = jax.random.split(jax.random.key(0, impl=impl), len(ROWS))
     nobody = jnp.zeros(len(ROWS), bool)
     with refused("random_bits"):
@@ -193,7 +193,7 @@ def users(loss):
 
 
 class TestRuns:
-    """Before anything is charged."""
+    """The loss is refused before anything is charged."""
 
     options = {"mechanism": tools.mechanism(), "optimizer": tools.sgd(0.1)}  # noqa: RUF012
 
@@ -229,7 +229,7 @@ class TestRuns:
         assert ledger.epsilon(1e-5).epsilon == 0
 
     def test_rows_of_one_user_may_see_each_other(self):
-        """Here the user is the record: a rule over its own rows keeps users apart."""
+        """Here the user is the record, and a rule over its own rows keeps users apart."""
         step = users(loss_with(centred))
         state = step.init(THETA, jax.random.key(0))
         rows = ROWS.reshape(8, 5, 3)
@@ -246,7 +246,7 @@ class TestRuns:
         assert jnp.linalg.norm(alone) > 0.01
 
     def test_keys_of_another_default_kind(self):
-        """The loss is handed keys that keep examples apart, whatever the default is."""
+        """The loss receives keys that keep examples apart, whatever the default is."""
         data = {"x": ROWS, "weight": np.ones(len(ROWS), np.float32)}
         before = jax.config.jax_default_prng_impl
         expected, _ = tools.last(
@@ -271,7 +271,7 @@ class TestRuns:
 
 
 def test_axes_from_outside():
-    """A sum over devices inside a loop of one's own: what batch normalisation does there."""
+    """Batch normalisation in a caller's own loop sums over devices."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
 
     def loss(params, x):
@@ -348,7 +348,7 @@ ALONE = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_allowed(name):
-    """And rightly so: a row contributes what it contributes alone."""
+    """The operations are rightly allowed: a row contributes what it contributes alone."""
 
     def loss(params, x):
         return jnp.sum((params - ALONE[name](x)) ** 2) + jnp.sum(ALONE[name](params * x))
@@ -365,7 +365,7 @@ def test_allowed(name):
         np.testing.assert_array_equal(others, kept)
 
 
-# Operations of JAX that somebody decided about: neither known to keep records apart, nor to couple.
+# Operations of JAX that were examined and are in neither list.
 LEFT_OUT = {
     "addupdate", "freeze", "get", "new_ref", "swap",  # mutable arrays
     "custom_lin",  # before it is transposed, a function and no program
@@ -376,7 +376,7 @@ LEFT_OUT = {
 
 
 def test_every_operation_of_jax_was_looked_at():
-    """Fails where a release of JAX brings new ones: decide, and add them to a list."""
+    """Fails when a release of JAX adds operations; examine them and add them to a list."""
     rules = jax.interpreters.batching.fancy_primitive_batchers
     known = _isolation.KEEP_APART | set(_isolation.COUPLE) | _isolation._ATTENTIONS | LEFT_OUT
     found = {primitive.name for primitive in rules if _is_of_jax(primitive)}
@@ -386,7 +386,7 @@ def test_every_operation_of_jax_was_looked_at():
 
 
 def _is_of_jax(primitive):
-    """Whether its batching rule is, which other packages register in the same place."""
+    """Returns whether the batching rule is JAX's; other packages register theirs there too."""
     rule = jax.interpreters.batching.fancy_primitive_batchers[primitive]
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     rules = [getattr(part, "func", part) for part in (rule, *cells) if callable(part)]
@@ -395,7 +395,7 @@ def _is_of_jax(primitive):
 
 @dataclasses.dataclass
 class Equation:
-    """As cuDNN's attention is traced, where there is a GPU for it."""
+    """Traces cuDNN's attention as on a machine with a GPU for it."""
 
     primitive: Primitive
     params: dict
@@ -408,7 +408,7 @@ class Equation:
     [(0.0, False, True), (0.1, False, False), (0.0, True, False)],
 )
 def test_attention_by_cudnn(dropout_rate, with_bias, allowed):
-    """With the gradient of a bias that examples share, its batching rule gives all the sum."""
+    """For the gradient of a shared bias, the batching rule gives every example the sum."""
     params = {"dropout_rate": dropout_rate, "variadic_args": (with_bias, with_bias)}
     eqn = Equation(Primitive("dot_product_attention_bwd_wrapper"), params)
 
@@ -424,7 +424,7 @@ def test_attention_by_cudnn(dropout_rate, with_bias, allowed):
 
 
 def _centred_primal(kind):
-    """A product whose plain form looks at the batch, while its derivative rules do not."""
+    """Returns a product whose plain form sees the batch although its derivative rules do not."""
 
     @custom_vmap
     def centred(row):
@@ -457,14 +457,14 @@ def _centred_primal(kind):
 @pytest.mark.parametrize("module", [ghost, clipping], ids=["ghost", "explicit"])
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 def test_what_custom_rules_replace_is_looked_at(kind, module):
-    """Ghost clipping takes no derivative there, so it runs what the rules replace."""
+    """Ghost clipping takes no derivative there, so it runs the function that the rules replace."""
     clipped = module.clipped_grad(_centred_primal(kind), l2_clip_norm=1.0)
     with pytest.raises(ValueError, match="custom_vmap"):
         clipped(jnp.ones(3), jnp.ones((4, 3)), jnp.zeros(4, bool))
 
 
 def test_a_function_that_loops_until_the_whole_batch_has_converged():
-    """The incomplete beta function goes on for all as long as one has not converged."""
+    """The incomplete beta function iterates on all rows until the last has converged."""
     clipped = mirrordp.clipped_grad(
         lambda p, row: p * jax.scipy.special.betainc(row[0], row[1], row[2]), l2_clip_norm=1.0
     )

@@ -59,9 +59,8 @@ class TestCost:
         assert (small.noise_stddev, large.noise_stddev) == pytest.approx((0.4, 40.0))
 
         def noise(mechanism):
-            privatizer = mechanism.privatizer(jax.random.key(0))
             zeros = jnp.zeros(20_000)
-            noisy, _ = privatizer.update(zeros, privatizer.init(zeros))
+            noisy, _ = mechanism.add_noise(zeros, mechanism.init_noise(jax.random.key(0), zeros))
             return np.asarray(mechanism.mean(noisy))
 
         assert statistical.accepts_stddev(noise(small), 0.4 / 8)

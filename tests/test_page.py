@@ -14,7 +14,7 @@ import pytest
 
 from mirrordp import cli
 from mirrordp.privacy import FullBatch
-from mirrordp.report import Curve, ReportError, RunReport, charts
+from mirrordp.report import Curve, ReportError, RunReport, card, charts
 from mirrordp.report.comparison import Comparison
 from mirrordp.report.page import comparison_page, report_page
 from tests.test_report import DELTA, make_mechanism
@@ -23,7 +23,7 @@ HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u20
 
 
 def fast_mechanism(**options):
-    """Full batches have a closed form."""
+    """Makes a mechanism with full batches, for which ε has a closed form."""
     options = {"sampling": FullBatch.of(1_000), "accountant": None} | options
     return make_mechanism(**options)
 
@@ -84,9 +84,9 @@ def test_page_says_what_the_card_says(seed):
     text = Page(report_page(report, run="run")).text
     for words in (
         report.statement(),
-        *(limit for limit in report.limits()),
-        *(value for _, value in report.numbers()),
-        *(label for label, _ in report.answers()),
+        *(limit for limit in card.limits(report)),
+        *(value for _, value in card.numbers(report)),
+        *(label for label, _ in card.answers(report)),
         "The budget spent over time",
         "Mean of 4 trials; bands are two standard errors",
         "loss one (best)",
@@ -102,7 +102,7 @@ def test_every_warning_is_shown():
         make_report(seed=1, shown_without_protection=["batch loss"]), epsilon=20.0, delta=0.01
     )
     text = Page(report_page(report, run="run")).text
-    titles = [warned.title for warned in report.warnings()]
+    titles = [caution.title for caution in report.warnings()]
     assert len(titles) == 5
     assert all(title in text for title in titles)
 
@@ -122,7 +122,7 @@ def test_nothing_is_loaded_and_nothing_runs():
 
 
 def hostile_report():
-    """Every text that comes from elsewhere wants to break out of the page."""
+    """Makes a report in which every free text tries to break out of the page."""
     report = make_report(name=HOSTILE)
     texts = {"title", "sampling", "noise", "accountant_method", "scope", "tuning"}
     return dataclasses.replace(
@@ -188,7 +188,7 @@ def test_first_schema_is_read():
         del content[name]
     report = RunReport.from_dict(content)
     text = Page(report_page(report, run="run")).text
-    assert "The report does not hold it." in text
+    assert "The report does not hold this information." in text
     assert "Learning curves" not in text
 
 
@@ -233,6 +233,7 @@ CHANGES = {
     "spent": lambda c: c.update(epsilon_over_steps=[[1]]),
     "spent text": lambda c: c.update(epsilon_over_steps=[["a", 1.0]]),
     "results": lambda c: c.update(results=[1]),
+    "no results": lambda c: c.update(results=None),
     "unprivatized": lambda c: c.update(results={"unprivatized_loss": 1.0}),
     "unprivatized curve": lambda c: c["curves"][0].update(quantity="unprivatized loss"),
     "schema": lambda c: c.update(schema_version=99),
@@ -295,7 +296,7 @@ def test_compare_command(capsys, folders, tmp_path):
 
 
 def test_delta_is_never_shown_smaller_than_it_is():
-    """On the page of one run, in the table of several, and in their sum."""
+    """This holds on the page of one run, in the table of several, and in their sum."""
     one = dataclasses.replace(make_report(), delta=1.2345641e-6)
     shown = report_page(one, run="one")
     assert "1.23457e-06" in shown
@@ -343,7 +344,7 @@ def test_comparing_what_cannot_be_compared_is_said(capsys):
 
 
 def table_report(target, value, epsilon_scale=1.0, **options):
-    """As `mirrordp fit --test` leaves it."""
+    """Makes a report like those of `mirrordp fit --test`."""
     results = {"method": "exact", "task": "regression", "target": target, "test_rmse": value}
     return make_report(epsilon_scale, curves=[], results=results, **options)
 
@@ -428,7 +429,7 @@ def test_bad_input_is_one_sentence(capsys, folders, tmp_path, arguments):
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mirrordp: error: expected ")
+    assert captured.err.startswith("mirrordp: error: ")
     assert captured.err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -455,7 +456,7 @@ DEFICIENCIES = {
 
 
 def seen(colour, matrix):
-    """CIELAB coordinates of a colour as seen with a deficiency of colour vision."""
+    """Returns CIELAB coordinates of a colour as seen with a deficiency of colour vision."""
     rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     linear = np.clip(np.asarray(matrix) @ linear, 0, 1)

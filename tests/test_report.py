@@ -2,22 +2,20 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import mirrordp
-from mirrordp import Adjacency, Ledger, Mechanism, PoissonSampling
+from mirrordp import Adjacency, Budget, Ledger, Mechanism, PoissonSampling
+from mirrordp._rounding import downwards, floored, percent_upwards, upwards
+from mirrordp._versions import library_versions
 from mirrordp.privacy import Accountant, FullBatch
-from mirrordp.report import (
-    NOT_FOR_RELEASE,
-    Curve,
-    ReportError,
-    RunReport,
-    comparison_figure,
-    library_versions,
-    write_atomically,
-)
+from mirrordp.report import NOT_FOR_RELEASE, Curve, ReportError, RunReport, comparison_figure
+from mirrordp.spending import BudgetError
+from mirrordp.spending.files import write_atomically
 
 DELTA = 1e-5
 
@@ -130,7 +128,7 @@ def test_only_one_run_can_be_reported():
 
 
 def test_reports_of_earlier_versions():
-    """They said "operating system" wherever no seed was stated, also after a run with one."""
+    """They said "operating system" if no seed was stated, even after a run with a seed."""
     for seed, expected in ((None, None), (7, True)):
         content = RunReport.of(make_mechanism(), DELTA, seed=seed).to_dict()
         del content["seeded"]
@@ -169,7 +167,7 @@ def test_ledger_covers_everything_charged_to_it():
     ledger = Ledger(mechanism.adjacency)
     for _ in range(3):
         ledger.charge(mechanism.event)
-    report = RunReport.of(mechanism, DELTA, ledger=ledger)
+    report = RunReport.of(mechanism, DELTA, spend=ledger)
     assert report.epsilon == ledger.epsilon(DELTA, accountant=Accountant.RDP).epsilon
     assert report.epsilon > mechanism.epsilon(DELTA)
     assert "ledger" in report.scope
@@ -178,12 +176,27 @@ def test_ledger_covers_everything_charged_to_it():
 def test_ledger_without_the_run_is_refused():
     mechanism = make_mechanism()
     with pytest.raises(ValueError, match="at least this run"):
-        RunReport.of(mechanism, DELTA, ledger=Ledger(mechanism.adjacency))
+        RunReport.of(mechanism, DELTA, spend=Ledger(mechanism.adjacency))
 
 
 def test_ledger_of_another_adjacency_is_refused():
     with pytest.raises(ValueError, match="one adjacency"):
-        RunReport.of(make_mechanism(), DELTA, ledger=Ledger(Adjacency.REPLACE))
+        RunReport.of(make_mechanism(), DELTA, spend=Ledger(Adjacency.REPLACE))
+
+
+def test_budget_of_another_kind_is_refused(tmp_path):
+    rows = mirrordp.PrivateData(np.zeros((1_000, 2), np.float32))
+    with Budget.create(tmp_path, epsilon=3, delta=DELTA, data=rows) as budget:
+        assert RunReport.of(make_mechanism(), DELTA, spend=budget).ledger["budget"]["epsilon"] == 3
+        replaced = {"adjacency": Adjacency.REPLACE, "sampling": FullBatch.of(1_000)}
+        for kind in (replaced | {"accountant": None}, {"unit": "user"}):
+            with pytest.raises(BudgetError, match="one example as unit"):
+                RunReport.of(make_mechanism(**kind), DELTA, spend=budget)
+
+
+def test_spend_is_a_ledger_or_a_budget(tmp_path):
+    with pytest.raises(TypeError, match="spend must be Ledger or Budget, got PosixPath"):
+        RunReport.of(make_mechanism(), DELTA, spend=tmp_path)
 
 
 @pytest.mark.parametrize("results", [{"unprivatized_loss": 1.0}, {"a": {"Unprivatized": 1}}])
@@ -239,7 +252,7 @@ def test_card_rounds_epsilon_up():
 
 
 def test_card_rounds_delta_up_and_what_a_budget_promises():
-    """Rounded to the nearest, each of these would read smaller than it is."""
+    """If they were rounded to the nearest, each of these would read smaller than it is."""
     report = dataclasses.replace(
         RunReport.of(make_mechanism(), DELTA),
         delta=1.2345641e-6,
@@ -257,7 +270,7 @@ def test_card_rounds_delta_up_and_what_a_budget_promises():
 
 
 def test_card_names_the_delta_of_two_records():
-    """A chain of two neighbours: 2ε and (1 + e^ε) δ, which is no small change of delta."""
+    """A chain of two neighbours has 2ε and (1 + e^ε) δ, which changes delta a lot."""
     report = dataclasses.replace(RunReport.of(make_mechanism(), DELTA), epsilon=8.0)
     assert "(epsilon 16 for two, at delta 0.02982)" in report.privacy_card()
     assert (1 + math.exp(8)) * DELTA <= 0.02982
@@ -323,3 +336,28 @@ def test_curve_standard_error():
     curve = Curve("a", np.arange(2), values)
     assert curve.standard_error.tolist() == [1.0, 0.0]
     assert Curve("a", np.arange(2), values[:1]).standard_error.tolist() == [0.0, 0.0]
+
+
+def test_rounding_is_in_the_safe_direction():
+    for value in np.random.default_rng(0).lognormal(0, 5, 500):
+        assert value <= float(upwards(value)) <= 1.001 * value
+        assert 0 <= value - floored(value, 3) <= 0.001 + 1e-12 * value
+        assert float(downwards(value)) <= value
+        assert 0 <= float(percent_upwards(value)[:-1]) - 100 * value < 0.1 + 1e-9 * value
+    assert [upwards(x) for x in (0.5, 0.1 + 0.2, 0.0, math.inf)] == ["0.5", "0.3", "0", "infinite"]
+    assert float(upwards(1e-320)) > 0
+    assert percent_upwards(math.inf) == "far more than 100%"
+    assert downwards(math.inf) == "infinite"
+
+
+def test_reading_a_report_imports_neither_jax_nor_matplotlib(tmp_path):
+    RunReport.of(make_mechanism(), DELTA).write(tmp_path)
+    program = (
+        "import sys; from mirrordp.report import RunReport, comparison_page, report_page, upwards; "
+        "report_page(RunReport.read(sys.argv[1]), run='run'); "
+        "print({'jax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, check=True, text=True
+    )
+    assert found.stdout == "set()\n"

@@ -18,7 +18,7 @@ from mirrordp.auditing import Algorithm, Attack
 from mirrordp.privacy import _isolation, sampling as sampling_module
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.report import NOT_FOR_RELEASE
-from mirrordp.training import bookkeeping as _books, central as training, federated
+from mirrordp.training import bookkeeping, central, engine, federated
 from mirrordp.training.federated import FederatedStep
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -68,11 +68,10 @@ class DrawsTwice(mirrordp.PoissonSampling):
 
 
 class CountsTheFirstTwice(TrainStep):
-    def private_sum(self, params, batch, is_padding, keys):
-        total, unprivatized = super().private_sum(params, batch, is_padding, keys)
+    def private_sum(self, state, batch, is_padding, keys):
+        found = super().private_sum(state, batch, is_padding, keys)
         alone = is_padding | (jnp.arange(len(is_padding)) > 0)
-        again, _ = super().private_sum(params, batch, alone, keys)
-        return total + again, unprivatized
+        return found + super().private_sum(state, batch, alone, keys)
 
 
 class Swapped(TrainStep):
@@ -255,14 +254,13 @@ def test_replay_finds_users_who_are_not_clipped(monkeypatch):
 class CountsRows(FederatedStep):
     """A user counts as often as it has rows, as the mean over rows would have it."""
 
-    def private_sum(self, state, examples, num_examples, is_padding, keys, num_batches=None):
-        width = jax.tree.leaves(examples)[0].shape[1]
+    def private_sum(self, state, batch, is_padding, keys):
+        width = jax.tree.leaves(batch.examples)[0].shape[1]
         times = jnp.repeat(jnp.arange(width), len(is_padding))
-        examples, counts, hidden, keys = jax.tree.map(
-            lambda leaf: jnp.concatenate([leaf] * width), (examples, num_examples, is_padding, keys)
+        batch, hidden, keys = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf] * width), (batch, is_padding, keys)
         )
-        hidden = hidden | (counts <= times)
-        return super().private_sum(state, examples, counts, hidden, keys, num_batches)
+        return super().private_sum(state, batch, hidden | (batch.num_examples <= times), keys)
 
 
 def test_replay_finds_users_who_count_by_their_rows():
@@ -299,9 +297,9 @@ def test_replay_finds_a_count_that_is_not_part_of_the_norm():
 class LongestUser(FederatedStep):
     """Every user makes as many local batches as the longest one of its pass."""
 
-    def local_updates(self, loss_fn, state, examples, num_examples, keys, num_batches=None):
-        longest = jnp.full_like(num_examples, jnp.max(num_examples))
-        return super().local_updates(loss_fn, state, examples, longest, keys, num_batches)
+    def local_updates(self, loss_fn, state, batch, keys):
+        longest = jnp.full_like(batch.num_examples, jnp.max(batch.num_examples))
+        return super().local_updates(loss_fn, state, batch._replace(num_examples=longest), keys)
 
 
 def test_replay_finds_users_who_notice_the_length_of_others():
@@ -360,13 +358,13 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
     stddev = tools.mechanism().noise_stddev
     honest = resumed(tmp_path / "honest")
     assert auditing.repeated_noise(honest, stddev) == []
-    right = _books.restored
+    right = bookkeeping.restored
 
     def forgets_the_noise(saved, like):
         state, kept = right(saved, like)
         return state._replace(noise_state=like.noise_state), kept
 
-    monkeypatch.setattr(_books, "restored", forgets_the_noise)
+    monkeypatch.setattr(bookkeeping, "restored", forgets_the_noise)
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
@@ -423,7 +421,7 @@ def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
     with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="differs in: loss_fn"):
         resumed_with(tmp_path / "refused", 1.0, -1.0)
     # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
-    monkeypatch.setattr(training, "described_loss", lambda *_: "")
+    monkeypatch.setattr(engine, "_described_loss", lambda *_: "")
     released = resumed_with(tmp_path / "broken", 1.0, -1.0)
     assert auditing.repeated_noise(released, tools.mechanism().noise_stddev) == [(0, 1)]
 
@@ -520,7 +518,7 @@ def test_sampling_attack_finds_batches_that_are_not_poisson(kind, problem):
 def test_sampling_attack_finds_rows_that_are_left_out_of_a_large_batch(monkeypatch):
     """The end of a draw above the capacity, which takes passes of its own, is dropped."""
     monkeypatch.setattr(
-        training, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1]
+        central, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1]
     )
     sampling = tools.poisson(30, rows=120, capacity=32)
     (found,) = auditing.audit(

@@ -216,7 +216,7 @@ class TestCyclicPoisson:
 
     def test_replace_is_refused_with_amplification_and_with_secret_n(self):
         amplified = CyclicPoissonSampling.for_batch_size(6, num_examples=ROWS, num_groups=4)
-        with pytest.raises(UnsupportedError, match="not analysed under adjacency='replace'"):
+        with pytest.raises(UnsupportedError, match="no analysis of cyclic Poisson sampling"):
             amplified.check(Adjacency.REPLACE)
         secret = CyclicPoissonSampling(sampling_prob=1.0, num_groups=4, expected_batch_size=15)
         with pytest.raises(UnsupportedError, match="State num_examples"):

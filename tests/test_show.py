@@ -1,4 +1,4 @@
-"""What a prompt and a notebook show: what is public, briefly, and escaped."""
+"""A prompt and a notebook show only what is public, briefly and escaped."""
 
 import dataclasses
 

@@ -26,7 +26,7 @@ from tests import tools
 
 
 def attack(power: int, followers: int, *, side_by_side: int = 1) -> tuple[np.ndarray, int]:
-    """Numbers of size at most one and the place of the victim.
+    """Returns numbers of size at most one, and the place of the victim.
 
     `side_by_side` repeats every number, for sums that are taken in so many parts.
     """
@@ -40,7 +40,7 @@ def attack(power: int, followers: int, *, side_by_side: int = 1) -> tuple[np.nda
 
 
 def integers(total: ExactSum) -> np.ndarray:
-    """The sum in grains, all leaves in one vector."""
+    """Returns the sum in grains, all leaves in one vector."""
     parts = [
         (np.asarray(high, np.int64) << 32) + np.asarray(low, np.int64)
         for high, low in total.leaves()
@@ -95,7 +95,7 @@ def test_clipped_sums_withstand_the_attack(
 
 
 def test_passes_withstand_the_attack():
-    """Draws of more rows than the capacity: a step of many passes."""
+    """A draw of more rows than the capacity takes a step of many passes."""
     numbers, victim = attack(8, 250)
     step = mirrordp.TrainStep(
         loss_fn=lambda weight, x: weight * x,
@@ -126,7 +126,7 @@ def federated_step(**options):
 
 
 def test_users_one_by_one_withstand_the_attack():
-    """As a Flower server adds up replies."""
+    """Adds up users one by one, as a Flower server adds up replies."""
     numbers, victim = attack(8, 250)
     step = federated_step()
 
@@ -144,7 +144,7 @@ def test_users_one_by_one_withstand_the_attack():
 
 
 def test_a_user_adds_the_same_in_every_place():
-    """Users are sorted by their number of batches: one who leaves moves others up."""
+    """Users are sorted by their number of batches, so a user who leaves moves others up."""
     rng = np.random.default_rng(0)
     examples = {
         "x": rng.normal(size=(7, 5, 6)).astype(np.float32),
@@ -176,7 +176,7 @@ def test_a_user_adds_the_same_in_every_place():
 
 
 def test_linear_models_withstand_the_attack():
-    """In float64 the attack takes 2²⁹ times as many rows; so the rows are made larger instead."""
+    """In float64 the attack takes 2²⁹ times as many rows, so the rows are made larger instead."""
     numbers, victim = attack(8, 250)
     scale = np.where(np.arange(len(numbers)) > victim, 2.0**-29, 1.0)
     features = (numbers * scale)[:, None]
@@ -192,7 +192,7 @@ def test_linear_models_withstand_the_attack():
 
 @functools.cache
 def _bilinear(positions: int, batch: int, microbatch_size: int | None = None):
-    """Σ_t left_t ⊗ right_t for every example, through Gram matrices."""
+    """Returns the sum of clipped gradients Σ_t left_t ⊗ right_t, through Gram matrices."""
 
     def loss(weight, example):
         left, right = example
@@ -209,7 +209,7 @@ def _bilinear(positions: int, batch: int, microbatch_size: int | None = None):
 
 @pytest.mark.parametrize("positions", [1, 4, 16])
 def test_blocks_keep_what_an_example_does_to_others_small(positions):
-    """Rows in one direction with cancelling positions: the most that rounding can be disturbed."""
+    """Rows in one direction with cancelling positions disturb the rounding the most."""
     rng = np.random.default_rng(positions)
     batch = 96
     run = _bilinear(positions, batch)
@@ -237,7 +237,7 @@ def test_the_bound_of_a_block_is_the_proven_one():
             assert kappa >= (1 if positions == 1 else 2 * math.sqrt(positions))
     assert _factors.roundoff(1, 4096, 2.0**-24, 0.0).block >= 64
     assert _factors.roundoff(1, 16, 2.0**-24, 0.0).block == 16
-    # Blocks that differ hold different examples, each of which may spend all of C on one weight.
+    # Blocks of different sizes hold different examples, and each may spend all of C on one weight.
     one, two = (_factors.Roundoff(0.0, 1.0, block, 1e-3) for block in (2, 3))
     assert _factors.disturbance([one, one]) == 1e-3
     assert _factors.disturbance([one, two]) == pytest.approx(math.sqrt(2) * 1e-3)
@@ -299,11 +299,11 @@ class TestExactSum:
     def test_sums_of_another_kind_are_not_added(self):
         one = ExactSum.of(jnp.ones(3), 1.0)
         for other in (ExactSum.of(jnp.ones(3), 4.0), ExactSum.of(jnp.ones(3, jnp.bfloat16), 8.0)):
-            with pytest.raises(ValueError, match="of another grain"):
+            with pytest.raises(ValueError, match="only sums of the same grain"):
                 _ = one + other
 
     def test_side_by_side(self):
-        """Sweeps map over runs, and 64-bit integers must stay so."""
+        """Sweeps map over runs, and 64-bit integers must keep their 64 bits."""
         values = np.random.default_rng(0).normal(size=(3, 50, 4)).astype(np.float32)
 
         def total(rows):
@@ -319,7 +319,7 @@ class TestExactSum:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [3, 5_000, 300_000])
 class TestNotFinite:
-    """XLA on a CPU drops a NaN from the maximum of 4,096 numbers and more."""
+    """XLA on a CPU drops a NaN from the maximum of 4,096 or more numbers."""
 
     def test_one_user(self, bad, size):
         delta = np.ones(size, np.float32)
@@ -350,7 +350,7 @@ class TestNotFinite:
 
 
 def test_a_user_cannot_turn_the_model_into_nan():
-    """A finite feature that overflows local SGD, in a model of 5,000 parameters."""
+    """A finite feature overflows local SGD in a model of 5,000 parameters."""
     rows = {"x": np.ones((40, 5_000), np.float32)}
     rows["x"][7] = 1e15
     *_, (state, _) = tools.federated_train(
@@ -371,7 +371,7 @@ def test_a_user_cannot_turn_the_model_into_nan():
 
 
 def test_a_norm_of_many_equal_numbers_is_not_underestimated():
-    """A running float32 sum of equal squares stops growing at 2²⁴ of them."""
+    """A running float32 sum of equal squares stops growing after 2²⁴ terms."""
     delta = jnp.full(2**25, 1.0)
     found = federated.clip_delta(delta, 1.0).delta
     assert np.linalg.norm(np.asarray(found, np.float64)) <= 1

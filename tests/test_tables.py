@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.linear import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivatePoissonRegressor,
+)
 from mirrordp.tables import (
     CategoryColumn,
     ClassTarget,
@@ -19,6 +24,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
+from mirrordp.tables.fitting import TableModel
 
 PUBLIC = """age,job,income,y
 20,nurse,1.5,10
@@ -550,3 +556,44 @@ def test_codes_that_are_names_stay_names(tmp_path, codes):
     found = encode(encoding, tmp_path, f"c,y\n{codes[0]},1\n{codes[1]},1\n7.00,1\n").features
     np.testing.assert_array_equal(found.sum(axis=1), [1, 1, 0])
     assert (found[0] != found[1]).any()
+
+
+# Predicting.
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0, 300.0, 1e6])
+@pytest.mark.parametrize("task", ["regression", "count", "binary", "multinomial"])
+def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, factor):
+    """Extreme scores included: both must guard the same functions in the same way."""
+    kind, labels = {
+        "regression": (PrivateLinearRegression, "1234"),
+        "count": (PrivatePoissonRegressor, "1234"),
+        "binary": (PrivateLogisticRegression, "abab"),
+        "multinomial": (PrivateLogisticRegression, "abca"),
+    }[task]
+    rows = table(tmp_path, "x,y\n" + "".join(f"{k},{label}\n" for k, label in enumerate(labels)))
+    is_class = kind is PrivateLogisticRegression
+    encoding = learn_encoding(
+        rows, target="y", task="classification" if is_class else task
+    ).encoding
+    outputs = 3 if task == "multinomial" else 1
+    coefficients = factor * np.array([[1.0], [-2.0], [0.5]][:outputs])
+    model = TableModel(
+        task="classification" if is_class else task,
+        encoding=encoding,
+        coefficients=coefficients,
+        intercepts=np.zeros(outputs),
+        privacy={},
+    )
+    estimator = kind()
+    estimator.n_features_in_ = 1
+    estimator.coef_, estimator.intercept_ = coefficients, np.zeros(outputs)
+    features = encoding.encode_features(rows)
+    found = model.predict(rows)
+    if not is_class:
+        np.testing.assert_array_equal(found["prediction"], estimator.predict(features))
+        return
+    estimator.classes_ = np.array(sorted(set(labels)))
+    np.testing.assert_array_equal(found["prediction"], estimator.predict(features))
+    shares = np.column_stack([found[f"probability of {name}"] for name in estimator.classes_])
+    np.testing.assert_array_equal(shares, estimator.predict_proba(features))

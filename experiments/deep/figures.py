@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 
 from experiments.deep import results
 from experiments.deep.results import Place
-from experiments.deep.settings import ALGORITHMS, Settings
+from experiments.deep.settings import ALGORITHMS, DeepSettings
 from experiments.deep.sweep import loss
-from experiments.deep.table import DATASETS, LABELS, order, title_of
+from experiments.deep.titles import DATASETS, LABELS, order, title_of
 from experiments.records import Record
 from mirrordp.report import upwards
 
@@ -62,7 +62,7 @@ def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, n
 
 
 def chosen_sweep_line(
-    lines: Sequence[Record], settings: Settings, finals: Sequence[Record] = ()
+    lines: Sequence[Record], settings: DeepSettings, finals: Sequence[Record] = ()
 ) -> list[Record]:
     """The sweep's run at the settings of the file, on the data of its final runs; one or none."""
     identity = settings.identity()
@@ -80,7 +80,7 @@ def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
     return [line for line, label in zip(lines, labels, strict=True) if label == most]
 
 
-def training_figure(lines: Sequence[Record], algorithms: dict[str, Settings]) -> Figure | None:
+def training_figure(lines: Sequence[Record], algorithms: dict[str, DeepSettings]) -> Figure | None:
     """Validation and test, loss and accuracy, against steps, of one data set and noise level.
 
     Final runs of images have no validation part (all private images are trained on), so their
@@ -206,7 +206,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def gain_over_warm(
-    lines: Sequence[Record], pda: Settings, warm: Settings
+    lines: Sequence[Record], pda: DeepSettings, warm: DeepSettings
 ) -> dict[float, dict[float, tuple[float, bool]]]:
     """By learning rate and K: validation loss of warm minus PDA-DPMD's, and if both began alike."""
     baseline = {
@@ -222,7 +222,7 @@ def gain_over_warm(
 
 
 def decay_figure(
-    lines: Sequence[Record], pairs: Sequence[tuple[Settings, Settings]]
+    lines: Sequence[Record], pairs: Sequence[tuple[DeepSettings, DeepSettings]]
 ) -> Figure | None:
     """The gain of PDA-DPMD over warm DP-SGD against K, one panel per pair of settings."""
     gains = [(pda, gain_over_warm(lines, pda, warm)) for pda, warm in pairs]
@@ -275,12 +275,12 @@ def decay_figure(
 
 
 def draw_all(
-    lines: Sequence[Record], settings: dict[str, Settings], folder: Path
+    lines: Sequence[Record], settings: dict[str, DeepSettings], folder: Path
 ) -> list[tuple[str, Path]]:
     """Draw everything that lines allow; returns what each figure shows and where it is."""
     drawn: list[tuple[str, Path]] = []
-    groups: dict[tuple[str, str, str], dict[str, Settings]] = {}
-    pairs: dict[str, list[tuple[Settings, Settings]]] = {}
+    groups: dict[tuple[str, str, str], dict[str, DeepSettings]] = {}
+    pairs: dict[str, list[tuple[DeepSettings, DeepSettings]]] = {}
     placed = [(place, own) for name, own in settings.items() if (place := Place.of(name))]
     for place, own in sorted(placed, key=lambda item: order(item[0])):
         if not place.variant:

@@ -6,7 +6,7 @@ its own data: it belongs to these numbers and to no run of ours.
 
 from typing import NamedTuple
 
-from experiments.deep.settings import Settings
+from experiments.deep.settings import DeepSettings
 
 
 class Setting(NamedTuple):
@@ -87,7 +87,7 @@ ASI_COLD = {3.0: 5.4819, 1.0: 5.6623}
 ASI_LARGE_AUX = {3.0: 5.4324, 1.0: 5.5254}
 
 
-def setting_of(settings: Settings) -> Setting | None:
+def setting_of(settings: DeepSettings) -> Setting | None:
     """The paper's run of the same σ or, with other public text, of the same ε."""
     wanted = settings.public_text == "other"
     for found in SETTINGS:
@@ -98,7 +98,7 @@ def setting_of(settings: Settings) -> Setting | None:
     return None
 
 
-def cell_of(settings: Settings) -> Cell | None:
+def cell_of(settings: DeepSettings) -> Cell | None:
     """The paper's numbers for settings, None where it has none."""
     found = setting_of(settings)
     if found is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import records
-from experiments.deep.settings import CONFIGS, Settings, files_of, line_id, load
+from experiments.deep.settings import CONFIGS, DeepSettings, files_of, line_id, load
 
 RESULTS = Path(__file__).parents[1] / "results" / "deep"
 
@@ -141,13 +141,13 @@ def _is_curve(line: records.Record, key: str) -> bool:
     return isinstance(values, list) and len(values) == len(steps) and all(map(_is_value, values))
 
 
-def configurations(folder: Path = CONFIGS) -> dict[str, Settings]:
+def configurations(folder: Path = CONFIGS) -> dict[str, DeepSettings]:
     """All settings files by name, without those that others extend."""
     found = map(load, files_of([folder]))
     return {settings.name: settings for settings in found}
 
 
-def final_lines(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:
+def final_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
     """Final runs of exactly these settings, by seed.
 
     A line of the same file with other settings, as they were before another sweep, is not one.
@@ -157,7 +157,7 @@ def final_lines(lines: Sequence[records.Record], settings: Settings) -> list[rec
     return sorted(found, key=lambda line: line["seed"])
 
 
-def own_seeds(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:
+def own_seeds(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
     """Of final runs on one data set those that speak for a settings file: its own seeds.
 
     Runs of further seeds, made to pair an ablation, would make the algorithms of one table means of
@@ -167,7 +167,7 @@ def own_seeds(lines: Sequence[records.Record], settings: Settings) -> list[recor
     return own if {line["seed"] for line in own} >= set(settings.seeds) else list(lines)
 
 
-def sweep_lines(lines: Sequence[records.Record], settings: Settings) -> list[records.Record]:
+def sweep_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
     """Sweep runs that differ from the settings in learning rate and K only, in order of both."""
     wanted = _fixed(settings.identity())
     found = [

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from experiments import datasets, records
 from experiments.deep import results
-from experiments.deep.settings import Settings, SettingsError, files_of, load, point_id
+from experiments.deep.settings import DeepSettings, SettingsError, files_of, load, point_id
 from experiments.deep.training import Loaded, WarmStarts, run_points
 from mirrordp.report import upwards
 
@@ -39,7 +39,7 @@ class Session:
     """
 
     folder: Path
-    read: Callable[[Settings, int], datasets.Prepared]
+    read: Callable[[DeepSettings, int], datasets.Prepared]
     deadline: float | None = None
     quiet: bool = False
     max_steps: int | None = None
@@ -52,7 +52,7 @@ class Session:
         self._slowest: dict = {}
         self._compiled: set[tuple[str, str]] = set()
 
-    def data(self, settings: Settings, kind: str) -> Loaded:
+    def data(self, settings: DeepSettings, kind: str) -> Loaded:
         """The data of a sweep or of final runs; one data set is kept in memory at a time."""
         holdout = settings.holdout if kind == "sweep" else 0
         key = (settings.dataset, holdout, settings.vocabulary, settings.public_text)
@@ -60,7 +60,9 @@ class Session:
             self._loaded = {key: Loaded.of(self.read(settings, holdout))}
         return self._loaded[key]
 
-    def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[records.Record]:
+    def lines(
+        self, points: Sequence[tuple[DeepSettings, int]], *, kind: str
+    ) -> list[records.Record]:
         """The result lines of points, computing those that are missing.
 
         What a sweep compares begins at one point: where some of its lines are missing, those that
@@ -141,9 +143,9 @@ class Session:
         return [*group, *[group[-1]] * (settings.together - len(group))]
 
 
-def _groups(points: Sequence[tuple[Settings, int]]) -> Iterable[list[tuple[Settings, int]]]:
+def _groups(points: Sequence[tuple[DeepSettings, int]]) -> Iterable[list[tuple[DeepSettings, int]]]:
     """Neighbours that train together, as many as their settings say."""
-    group: list[tuple[Settings, int]] = []
+    group: list[tuple[DeepSettings, int]] = []
     for settings, seed in points:
         if group and (group[0][0].name != settings.name or len(group) >= settings.together):
             yield group
@@ -212,7 +214,7 @@ def open_session(arguments: argparse.Namespace) -> Session:
     folder = arguments.results or results.RESULTS
     _check_can_be_written(folder)
 
-    def read(settings: Settings, holdout: int) -> datasets.Prepared:
+    def read(settings: DeepSettings, holdout: int) -> datasets.Prepared:
         if arguments.synthetic:
             text = settings.dataset == "wikitext2"
             return datasets.synthetic(

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import math
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments import datasets, records
+from experiments import datasets, records, settings_files
+from experiments.settings_files import SettingsError
 
 ALGORITHMS = ("cold", "warm", "pda")
 OPTIMIZERS = ("adam", "sgd")
@@ -22,10 +22,6 @@ VOCABULARIES = ("public", "train")
 PUBLIC_TEXTS = ("other", "split")
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = "base"
-
-
-class SettingsError(ValueError):
-    """A settings file that cannot be meant as it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +68,7 @@ class SweepSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class DeepSettings:
     """One row of the table.
 
     Attributes:
@@ -203,6 +199,9 @@ class Settings:
         return values
 
 
+TABLES = {"warm_start": WarmStartSettings, "sweep": SweepSettings}
+
+
 def files_of(paths: Iterable[Path]) -> list[Path]:
     """Settings files; a folder stands for all files below it but those that they extend."""
     found = []
@@ -217,20 +216,20 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def load(path: Path) -> Settings:
+def load(path: Path) -> DeepSettings:
     """Read a settings file; what it does not say comes from the one it extends."""
     path = Path(path)
-    values = _read(path)
+    values = settings_files.read(path, TABLES)
     try:
         name = str(path.resolve().relative_to(CONFIGS.resolve()).with_suffix(""))
     except ValueError:
         name = path.stem
-    for key, kind in (("warm_start", WarmStartSettings), ("sweep", SweepSettings)):
+    for key, kind in TABLES.items():
         below = values.get(key, {})
         if not isinstance(below, dict):
             raise SettingsError(f"{name}: expected a table [{key}], got {below!r}.")
         values[key] = _make(kind, f"{name}, [{key}]", below)
-    return _make(Settings, name, values | {"name": name})
+    return _make(DeepSettings, name, values | {"name": name})
 
 
 def set_values(path: Path, **values: float) -> None:
@@ -243,7 +242,7 @@ def set_values(path: Path, **values: float) -> None:
     path.write_text(text)
 
 
-def point_id(settings: Settings, *, kind: str, seed: int, num_private: int, label: str) -> str:
+def point_id(settings: DeepSettings, *, kind: str, seed: int, num_private: int, label: str) -> str:
     """Identifies one run, so that it is computed once."""
     return _id(settings.identity(), kind=kind, seed=seed, num_private=num_private, label=label)
 
@@ -262,24 +261,6 @@ def line_id(line: records.Record) -> str:
 def _id(identity: dict[str, Any], **others: Any) -> str:
     # K = 200 and K = 200.0 are one run, however a TOML file or a JSON line spells it.
     return records.fingerprint(json.loads(json.dumps({**identity, **others}), parse_int=float))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path.name} is not TOML: {error}.") from error
-    base = values.pop("extends", None)
-    if base is None:
-        return values
-    below = _read(path.parent / base)
-    merged = below | values
-    for key in ("warm_start", "sweep"):
-        if isinstance(below.get(key), dict) and isinstance(values.get(key), dict):
-            merged[key] = below[key] | values[key]
-    return merged
 
 
 def _make(kind: type, name: str, values: dict[str, Any]) -> Any:

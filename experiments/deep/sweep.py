@@ -17,7 +17,14 @@ from collections.abc import Sequence
 
 from experiments import records
 from experiments.deep.run import Session, add_options, guarded, open_session
-from experiments.deep.settings import CONFIGS, Settings, SettingsError, files_of, load, set_values
+from experiments.deep.settings import (
+    CONFIGS,
+    DeepSettings,
+    SettingsError,
+    files_of,
+    load,
+    set_values,
+)
 
 _MAX_WIDENINGS = 12
 
@@ -52,7 +59,7 @@ def score_of_rate(line: records.Record) -> float:
     return -line["final"]["average_validation_accuracy"]
 
 
-def search_rate(settings: Settings, session: Session) -> float:
+def search_rate(settings: DeepSettings, session: Session) -> float:
     """The best learning rate, with its neighbours tried."""
     if not settings.sweep.learning_rates:
         raise SettingsError(f"{settings.name}: [sweep] learning_rates is empty.")
@@ -71,7 +78,7 @@ def search_rate(settings: Settings, session: Session) -> float:
     raise SettingsError(f"{settings.name}: the best learning rate keeps moving, last {best:g}.")
 
 
-def search_decay(settings: Settings, session: Session, rate: float) -> tuple[float, float]:
+def search_decay(settings: DeepSettings, session: Session, rate: float) -> tuple[float, float]:
     """The best K at `rate`, then the best of the neighbouring rates at that K."""
     if not settings.sweep.decays:
         raise SettingsError(f"{settings.name}: [sweep] decays is empty.")
@@ -90,7 +97,7 @@ def search_decay(settings: Settings, session: Session, rate: float) -> tuple[flo
     return best_of([(eta, decay) for eta in rates], score_of_rate)
 
 
-def sweep_of(settings: Settings, session: Session) -> dict[str, float]:
+def sweep_of(settings: DeepSettings, session: Session) -> dict[str, float]:
     """Search the settings of one file; returns what was chosen."""
     if settings.algorithm != "pda":
         return {"learning_rate": search_rate(settings, session)}

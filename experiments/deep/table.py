@@ -15,22 +15,21 @@ from typing import Any
 from experiments import sections
 from experiments.deep import paper, results
 from experiments.deep.results import Place
-from experiments.deep.settings import ALGORITHMS, Settings
+from experiments.deep.settings import ALGORITHMS, DeepSettings
 from experiments.deep.sweep import sweep_of
+from experiments.deep.titles import DATASETS, LABELS, order, title_of
 from experiments.deep.training import alpha
 from experiments.options import existing_file
 from experiments.records import Record
 from mirrordp.report import upwards
 
 README = Path(__file__).parents[1] / "README.md"
-DATASETS = {"cifar10": "CIFAR-10", "emnist": "EMNIST", "wikitext2": "WikiText-2"}
-LABELS = {"cold": "cold DP-SGD", "warm": "warm DP-SGD", "pda": "PDA-DPMD"}
 NONE, MISSING = "–", "*missing*"
 OURS = ("ours: ε RDP / PLD (δ)", "accuracy, last", "loss, last", "accuracy, averaged",
         "loss, averaged", "seeds", "η", "K", "data")  # fmt: skip
 UNCHARGED = (
     "**Tuning is not charged to the privacy budget**, as in the paper: ε is that of one final run. "
-    "What was searched stands below."
+    'The table "What was searched" lists the search.'
 )
 
 
@@ -39,9 +38,11 @@ class Found:
     """Result lines and settings files, as every table needs them."""
 
     lines: Sequence[Record]
-    settings: dict[str, Settings]
+    settings: dict[str, DeepSettings]
 
-    def places(self, *, family: str = "", variants: bool = False) -> list[tuple[Place, Settings]]:
+    def places(
+        self, *, family: str = "", variants: bool = False
+    ) -> list[tuple[Place, DeepSettings]]:
         """Settings of a family in the order of the tables: data set, noise, algorithm."""
         found = [
             (place, settings)
@@ -52,22 +53,13 @@ class Found:
         ]
         return sorted(found, key=lambda item: order(item[0]))
 
-    def final(self, settings: Settings) -> list[Record]:
+    def final(self, settings: DeepSettings) -> list[Record]:
         """The final runs of settings, of all seeds."""
         return results.final_lines(self.lines, settings)
 
-    def rows(self, settings: Settings) -> list[list[Record]]:
+    def rows(self, settings: DeepSettings) -> list[list[Record]]:
         """The final runs behind each row of settings, one row per data; one empty row for none."""
         return [results.own_seeds(lines, settings) for lines in _by_data(self.final(settings))]
-
-
-def order(place: Place) -> tuple:
-    """Sorts by data set, family, noise (little first), algorithm and variant."""
-    kind, value = place.level[0], float(place.level[1:])
-    # Little noise first: a small σ, a large ε.
-    noise = value if kind == "s" else -value
-    algorithm = ALGORITHMS.index(place.algorithm)
-    return place.dataset, place.family, kind != "s", noise, algorithm, place.variant
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -109,7 +101,7 @@ def _by_data(lines: Sequence[Record]) -> list[list[Record]]:
     return list(groups.values()) or [[]]
 
 
-def _ours(lines: Sequence[Record], settings: Settings) -> list[str]:
+def _ours(lines: Sequence[Record], settings: DeepSettings) -> list[str]:
     """The cells under `OURS`: everything in them belongs to our own run."""
     metrics = [
         _metric(lines, f"{iterate}_test_{name}")
@@ -164,9 +156,9 @@ def table2(found: Found) -> str:
     """Every cell of the paper's Table 2 beside ours."""
     used: list[Record] = []
     parts = [
-        "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper's "
-        "numbers are means over 3 runs, without deviations; its ε is by RDP and stands beside its "
-        "own numbers only. " + UNCHARGED
+        "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper "
+        "reports means over 3 runs without deviations; its ε comes from RDP accounting and is "
+        "shown beside its own numbers only. " + UNCHARGED
     ]
     for dataset, title in DATASETS.items():
         # The paper's ε belongs to its number of examples, not to a sample's result.
@@ -220,13 +212,16 @@ def gains(found: Found) -> str:
     head = ["run", "difference in test loss", "paper", "ours, last", "ours, averaged", "pairs",
             "same start", "data"]  # fmt: skip
     return (
-        "Test loss of the first minus that of the second, by seed; positive: the second is better. "
-        "Where a pair did not begin at the same warm start (another process on a GPU), the "
-        "difference is also one of starts.\n\n" + markdown(head, rows)
+        "Test loss of the first minus that of the second, paired by seed; a positive number means "
+        "that the second is better. Where two paired runs did not begin at the same warm start "
+        "(because they ran in different processes on a GPU), the difference between their starts "
+        "is part of the number.\n\n" + markdown(head, rows)
     )
 
 
-def _gain_rows(found: Found, worse: Settings, better: Settings, family: str) -> list[list[str]]:
+def _gain_rows(
+    found: Found, worse: DeepSettings, better: DeepSettings, family: str
+) -> list[list[str]]:
     theirs = [paper.cell_of(settings) for settings in (worse, better)]
     quoted = NONE
     if family != "public-vocabulary" and theirs[0] and theirs[1]:
@@ -277,22 +272,8 @@ def _run_key(line: Record) -> tuple:
     return line["seed"], line["data"]["label"], line["data"]["num_private"]
 
 
-def title_of(settings: Settings) -> str:
-    """Data set and noise of settings, in words that quote no ε of the paper."""
-    parts = [DATASETS.get(settings.dataset, settings.dataset)]
-    if settings.vocabulary == "public":
-        parts.append("public vocabulary")
-    if settings.public_text == "other":
-        parts.append("other public text")
-    if settings.noise_multiplier is not None:
-        parts.append(f"σ = {settings.noise_multiplier:g}")
-    else:
-        parts.append(f"σ for ε = {settings.target_epsilon:g} (PLD)")
-    return ", ".join(parts)
-
-
 def _further(
-    found: Found, chosen: Iterable[tuple[Place, Settings]], **columns: Callable[..., str]
+    found: Found, chosen: Iterable[tuple[Place, DeepSettings]], **columns: Callable[..., str]
 ) -> str:
     """Rows of ours with further columns before them, and what their ε means."""
     rows = []
@@ -313,13 +294,13 @@ def calibrated(found: Found) -> str:
     """Runs whose σ follows from ε."""
     chosen = [item for item in found.places() if item[1].target_epsilon is not None]
     return (
-        "σ is calibrated so that our run, on the examples we have, has the ε that is named in the "
-        "first column. What the paper has at this ε comes from more data.\n\n"
+        "σ is calibrated so that our run, on the examples we have, has the ε named in the first "
+        "column. The paper's results at this ε come from more data.\n\n"
         + _further(found, chosen, σ=_sigma)
     )
 
 
-def _sigma(settings: Settings, lines: Sequence[Record]) -> str:
+def _sigma(settings: DeepSettings, lines: Sequence[Record]) -> str:
     return f"{lines[0]['privacy']['noise_multiplier']:.4g}" if lines else NONE
 
 
@@ -334,18 +315,18 @@ def reading_of_k(found: Found) -> str:
     ]
     chosen.sort(key=lambda item: order(item[0]))
 
-    def paper_cell(settings: Settings, lines: Sequence[Record]) -> str:
+    def paper_cell(settings: DeepSettings, lines: Sequence[Record]) -> str:
         return _cell(paper.cell_of(settings))
 
-    def last_alpha(settings: Settings, lines: Sequence[Record]) -> str:
+    def last_alpha(settings: DeepSettings, lines: Sequence[Record]) -> str:
         if not lines:
             return NONE
         step = lines[0]["privacy"]["num_steps"] - 1
         return f"{float(alpha(settings, lines[0]['data']['num_private'])(step)):.3f}"
 
     return (
-        "α = cos(πt / 2K) with t in epochs or in steps, at the best K of either sweep. Where α is "
-        "0 no private data are read; ε counts all steps and is an upper bound then.\n\n"
+        "α = cos(πt / 2K) with t in epochs or in steps, at the best K of each sweep. Where α is 0, "
+        "no private data are read; ε still counts all steps and is then an upper bound.\n\n"
         + _further(found, chosen, paper=paper_cell, α_at_the_last_step=last_alpha)
     )
 
@@ -358,17 +339,17 @@ def ablations(found: Found) -> str:
     chosen.sort(key=lambda item: order(item[0]))
     own = {place: settings for place, settings in chosen}
 
-    def base_of(settings: Settings) -> Settings | None:
+    def base_of(settings: DeepSettings) -> DeepSettings | None:
         place = Place.of(settings.name)
         if place is None or not place.variant:
             return None
         return own.get(dataclasses.replace(place, variant=""))
 
-    def what(settings: Settings, lines: Sequence[Record]) -> str:
+    def what(settings: DeepSettings, lines: Sequence[Record]) -> str:
         base = base_of(settings)
         return "as in the table" if base is None else _difference(base, settings)
 
-    def change(settings: Settings, lines: Sequence[Record]) -> str:
+    def change(settings: DeepSettings, lines: Sequence[Record]) -> str:
         base = base_of(settings)
         if base is None:
             return NONE
@@ -380,19 +361,19 @@ def ablations(found: Found) -> str:
         return f"{over_seeds(_differences(pairs, 'average_test_loss'), 4, sign='+')} ({len(pairs)})"
 
     return (
-        "Change in loss: that of the averaged iterate minus that of the table's run with the same "
-        "seed (number of such pairs). Where the ablation leaves the warm start alone, only pairs "
-        "that began at the same one count.\n\n"
+        "The change in loss is the loss of the averaged iterate minus that of the table's run with "
+        "the same seed; the number of such pairs is in brackets. Where an ablation leaves the warm "
+        "start alone, only pairs that began at the same one count.\n\n"
         + _further(found, chosen, what_differs=what, change_in_loss=change)
     )
 
 
-def _same_warm_start(one: Settings, two: Settings) -> bool:
+def _same_warm_start(one: DeepSettings, two: DeepSettings) -> bool:
     """Whether settings pre-train alike."""
     return (one.warm_start, one.augment_public) == (two.warm_start, two.augment_public)
 
 
-def _difference(base: Settings, other: Settings) -> str:
+def _difference(base: DeepSettings, other: DeepSettings) -> str:
     """In words, where two settings differ apart from what was searched."""
     one, two = base.identity(), other.identity()
     as_it_is = (
@@ -423,13 +404,13 @@ def _difference(base: Settings, other: Settings) -> str:
 def public_vocabulary(found: Found) -> str:
     """WikiText-2 with a vocabulary that is covered by the guarantee; no number of the paper."""
 
-    def unknown(settings: Settings, lines: Sequence[Record]) -> str:
+    def unknown(settings: DeepSettings, lines: Sequence[Record]) -> str:
         rate = lines[0]["data"].get("unknown_rate", {}).get("test") if lines else None
         return NONE if rate is None else f"{100 * rate:.1f}%"
 
     return (
-        "An unknown word is easy to predict: these losses are comparable with each other and with "
-        "nothing above.\n\n"
+        "An unknown word is easy to predict, so these losses can be compared with each other, but "
+        "with those of no other table.\n\n"
         + _further(
             found, found.places(family="public-vocabulary"), unknown_words_of_the_test_text=unknown
         )
@@ -458,11 +439,11 @@ def other_text(found: Found) -> str:
         *OURS,
     ]
     about = (
-        "The paper and Asi et al. (as it quotes them) use WikiText-103; the paper shows PDA-DPMD "
-        "in a plot only. All have the ε of the first column: theirs by RDP on their data, ours, on "
-        "the sequences we have, by PLD, from which our σ follows. The vocabulary, and which public "
-        "sequences are left out, are read from private text without noise, as in the paper: "
-        "**not covered by the guarantee**."
+        "The paper, and Asi et al. as quoted there, use WikiText-103; the paper shows PDA-DPMD in "
+        "a plot only. All runs have the ε of the first column: theirs by RDP on their data, ours "
+        "by PLD on the sequences we have, from which our σ follows. The vocabulary, and the choice "
+        "of public sequences to leave out, are read from private text without noise, as in the "
+        "paper: **not covered by the guarantee**."
     )
     return "\n\n".join([about, markdown(heads, rows), *_what_epsilon_means(used)])
 
@@ -477,7 +458,7 @@ class _Replay:
 
     found: Sequence[Record]
 
-    def lines(self, points: Sequence[tuple[Settings, int]], *, kind: str) -> list[Record]:
+    def lines(self, points: Sequence[tuple[DeepSettings, int]], *, kind: str) -> list[Record]:
         chosen = []
         for settings, seed in points:
             identity = settings.identity()
@@ -492,7 +473,7 @@ class _Replay:
         return chosen
 
 
-def _state_of_sweep(lines: Sequence[Record], settings: Settings) -> str:
+def _state_of_sweep(lines: Sequence[Record], settings: DeepSettings) -> str:
     try:
         best = sweep_of(settings, _Replay(lines))
     except _Untried:
@@ -527,19 +508,19 @@ def searched(found: Found) -> str:
             same_data = [line for line in found.lines if line["data"]["label"] == label]
             rows.append([f"`{name}`", tried, _state_of_sweep(same_data, settings), _data(group)])
     text = (
-        "One seed each. Accuracy in percent / loss of the averaged iterate on the validation part "
-        "(images: private examples held out; text: the official validation split); bold: what the "
-        "settings file has now; †: from another warm start than the first of its row, so that "
-        "the difference is also one of starts. Choices by these scores, and the warm start's "
-        "settings, are **not charged**.\n\n"
+        "One seed each. A score is accuracy in percent / loss of the averaged iterate on the "
+        "validation part: held-out private examples for images, the official validation split for "
+        "text. Bold marks what the settings file has now. † marks a run from another warm start "
+        "than the first of its row; the difference between the starts is part of its score. "
+        "Choices by these scores, and the settings of the warm start, are **not charged**.\n\n"
         + markdown(["settings", "tried", "search", "data"], rows)
     )
     if untouched:
-        text += "\n\nNo line of a sweep yet: " + ", ".join(untouched) + "."
+        text += "\n\nNo sweep result yet: " + ", ".join(untouched) + "."
     return text
 
 
-def _tried(line: Record, settings: Settings) -> str:
+def _tried(line: Record, settings: DeepSettings) -> str:
     values = line["settings"]
     text = f"K = {values['decay']:g}: " if values.get("decay") is not None else ""
     accuracy = line["final"].get("average_validation_accuracy")
@@ -606,9 +587,9 @@ def cost(found: Found) -> str:
         }
     )
     return (
-        "Wall-clock seconds with compilation and warm start; runs that train together share theirs "
-        f"equally. The whole Table 2 has {wanted} final runs.\n\n"
-        + markdown(["machine", "what", "runs", "median of a run, s", "in all, s", "data"], rows)
+        "Wall-clock seconds, including compilation and warm start; runs that train together share "
+        f"their time equally. The whole of Table 2 has {wanted} final runs.\n\n"
+        + markdown(["machine", "what", "runs", "median per run, s", "total, s", "data"], rows)
         + ("\n\nMade with " + ", ".join(packages) + "." if packages else "")
     )
 
@@ -638,7 +619,7 @@ def unusable(found: Found, problems: Sequence[str]) -> str:
 
 
 def blocks(
-    lines: Sequence[Record], settings: dict[str, Settings], problems: Sequence[str]
+    lines: Sequence[Record], settings: dict[str, DeepSettings], problems: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
     """Title and Markdown of every table, by the name in its markers."""
     found = Found(lines, settings)

@@ -20,11 +20,19 @@ import mirrordp
 from experiments import records
 from experiments.datasets import Prepared
 from experiments.deep import tasks
-from experiments.deep.settings import Settings, point_id
+from experiments.deep.settings import DeepSettings, point_id
 from experiments.locks import locked
-from mirrordp import Mechanism, PoissonSampling, PrivateData, PublicData
+from mirrordp import (
+    Mechanism,
+    PoissonSampling,
+    PrivateData,
+    PublicData,
+    SweepRun,
+    TrainOptions,
+    TrainStep,
+    train_sweep,
+)
 from mirrordp.privacy import Accountant
-from mirrordp.training.sweep import SweepRun, train_sweep
 from mirrordp.types import Params
 
 NUM_EVALUATIONS = 20
@@ -54,7 +62,7 @@ class Loaded:
         )
 
 
-def mechanism(settings: Settings, num_private: int) -> Mechanism:
+def mechanism(settings: DeepSettings, num_private: int) -> Mechanism:
     """The mechanism of a run: Poisson batches, zero-out adjacency (n is public)."""
     sampling = PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private)
     num_steps = int(num_private * settings.epochs / settings.batch_size)
@@ -93,13 +101,13 @@ def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
     }
 
 
-def alpha(settings: Settings, num_private: int) -> float | Callable:
+def alpha(settings: DeepSettings, num_private: int) -> float | Callable:
     """α_t of the run."""
     if settings.algorithm != "pda":
         return 1.0
     if settings.decay_unit == "steps":
-        return mirrordp.updates.schedules.cosine(decay_steps=settings.decay)
-    return mirrordp.updates.schedules.cosine(
+        return mirrordp.schedules.cosine(decay_steps=settings.decay)
+    return mirrordp.schedules.cosine(
         decay_epochs=settings.decay, steps_per_epoch=num_private / settings.batch_size
     )
 
@@ -119,7 +127,7 @@ class WarmStarts:
         self._folder = folder
         self._found: dict[Any, tuple[Params, dict[str, Any]]] = {}
 
-    def get(self, settings: Settings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
+    def get(self, settings: DeepSettings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
         """The start of a run, and what is worth knowing about it."""
         network = tasks.task(settings.dataset).network
         cold = network.init(jax.random.key(seed))
@@ -165,7 +173,7 @@ class WarmStarts:
         draft.replace(self._folder / f"{key}.npz")
 
 
-def _warm_start(settings: Settings, data: Loaded, cold: Params, seed: int):
+def _warm_start(settings: DeepSettings, data: Loaded, cold: Params, seed: int):
     start = time.perf_counter()
     task = tasks.task(settings.dataset)
     chosen = settings.warm_start
@@ -213,7 +221,7 @@ def _sgd() -> optax.GradientTransformation:
 
 
 def run_points(
-    points: Sequence[tuple[Settings, int]],
+    points: Sequence[tuple[DeepSettings, int]],
     data: Loaded,
     warm_starts: WarmStarts,
     *,
@@ -245,19 +253,17 @@ def run_points(
     found = mechanism(settings, num_private)
     starts = [warm_starts.get(setting, data, seed) for setting, seed in points]
     num_steps = found.num_steps if max_steps is None else min(max_steps, found.num_steps)
-    options = {
-        "mechanism": found,
-        "optimizer": _sgd(),
-        "num_steps": num_steps,
-        "scale_noise": settings.scale_noise,
-        "noisy_clip_norm": settings.noisy_clip_norm or None,
-        "average": mirrordp.ExponentialAverage(settings.average_decay),
-        "steps_per_call": math.ceil(num_steps / NUM_EVALUATIONS),
-    }
-    if settings.algorithm == "pda":
-        options["public_batch_size"] = settings.public_batch_size
-        if settings.augment_public:
-            options["public_loss_fn"] = task.augmented_loss
+    mixes = settings.algorithm == "pda"
+    step = TrainStep(
+        task.network.loss,
+        found,
+        _sgd(),
+        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
+        public_batch_size=settings.public_batch_size if mixes else None,
+        scale_noise=settings.scale_noise,
+        noisy_clip_norm=settings.noisy_clip_norm or None,
+        average=mirrordp.ExponentialAverage(settings.average_decay),
+    )
     runs = [
         SweepRun(
             alpha=alpha(setting, num_private),
@@ -272,8 +278,15 @@ def run_points(
         parts["test"] = data.test
     curves = _Curves(task, parts, EVALUATION_BATCH[settings.dataset])
     curves.add(0, _stacked([start for start, _ in starts]), None)
-    public = data.public if settings.algorithm == "pda" else None
-    sweep = train_sweep(task.network.loss, starts[0][0], data.private, public, runs=runs, **options)
+    sweep = train_sweep(
+        step,
+        starts[0][0],
+        data.private,
+        data.public if mixes else None,
+        runs=runs,
+        num_steps=num_steps,
+        options=TrainOptions(steps_per_call=math.ceil(num_steps / NUM_EVALUATIONS)),
+    )
     for states, infos in sweep:
         curves.add(infos[0].step, states.params, states.average)
         on_progress(infos[0].step, num_steps)
@@ -319,7 +332,7 @@ def _shown_facts(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _common(settings: Settings) -> dict[str, Any]:
+def _common(settings: DeepSettings) -> dict[str, Any]:
     values = settings.identity()
     for free in ("learning_rate", "decay"):
         values.pop(free, None)

@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "linreg"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class LinregSettings:
     """Everything that decides the numbers, apart from the dimension.
 
     `start` lists, for each algorithm, the indices of the starting grid on each axis of the lattice.
@@ -67,14 +67,14 @@ class Settings:
         ]
 
 
-def full_settings(*, num_trials: int = 20, seed: int = 0) -> Settings:
+def full_settings(*, num_trials: int = 20, seed: int = 0) -> LinregSettings:
     """The figure: axes in steps of √2 (travel, clip norm), 2 (steps) and √10 (ridge)."""
     wide = {
         "travel": tuple(range(-16, 3, 2)),
         "clip_norm": (-1, 1, 3, 5),
         "num_steps": (-2, 0, 2),
     }
-    return Settings(
+    return LinregSettings(
         num_trials,
         seed,
         Lattice(2**0.5, 2**0.5, 2.0, 10**0.5, base_steps=100, max_steps=6400),
@@ -82,9 +82,9 @@ def full_settings(*, num_trials: int = 20, seed: int = 0) -> Settings:
     )
 
 
-def quick_settings(*, num_trials: int = 5, seed: int = 0) -> Settings:
+def quick_settings(*, num_trials: int = 5, seed: int = 0) -> LinregSettings:
     """Under a minute on two cores: at most 144 steps, a start near the optimum, one widening."""
-    return Settings(
+    return LinregSettings(
         num_trials,
         seed,
         Lattice(2**0.5, 2.0, 4.0, 10**0.5, base_steps=36, max_steps=144),
@@ -103,7 +103,9 @@ def quick_settings(*, num_trials: int = 5, seed: int = 0) -> Settings:
     )
 
 
-def run_dimension(dimension: int, settings: Settings, backend: Backend) -> list[records.Record]:
+def run_dimension(
+    dimension: int, settings: LinregSettings, backend: Backend
+) -> list[records.Record]:
     """Draw the trials of one dimension, search, and return one record per algorithm."""
     began, cpu_began = time.perf_counter(), time.process_time()
     draw = partial(
@@ -176,7 +178,7 @@ def _summary(
     algorithm: str,
     outcomes: Mapping[Point, Outcome],
     trials: Sequence[Trial],
-    settings: Settings,
+    settings: LinregSettings,
 ) -> dict[str, Any]:
     """The part of a record about one algorithm: its grid, its best point, that point's losses."""
     lattice = settings.lattice

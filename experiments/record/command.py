@@ -24,7 +24,7 @@ import numpy as np
 from experiments import datasets, records
 from experiments.record import data as images, pretraining, private
 from experiments.record.network import WideResNet, num_parameters
-from experiments.record.settings import Settings, SettingsError, load
+from experiments.record.settings import RecordSettings, SettingsError, load
 from mirrordp.report import upwards
 from mirrordp.types import Params
 
@@ -93,7 +93,7 @@ def load_start(path: Path, dtype: str) -> tuple[WideResNet, Params, records.Reco
     return network, params, about
 
 
-def start_id(settings: Settings, seed: int, teachers: Sequence[str]) -> str:
+def start_id(settings: RecordSettings, seed: int, teachers: Sequence[str]) -> str:
     """Identifies a public start."""
     return records.fingerprint([settings.public_identity(), seed, sorted(teachers)])
 
@@ -102,7 +102,7 @@ def start_id(settings: Settings, seed: int, teachers: Sequence[str]) -> str:
 
 
 def run_public(
-    settings: Settings,
+    settings: RecordSettings,
     parts: images.Images,
     starts: Path,
     *,
@@ -165,7 +165,7 @@ def run_public(
 
 
 def run_private(
-    settings: Settings,
+    settings: RecordSettings,
     parts: images.Images,
     start: Path,
     *,
@@ -236,7 +236,7 @@ def run_private(
     }
 
 
-def private_id(settings: Settings, seed: int, start: str, parts: images.Images) -> str:
+def private_id(settings: RecordSettings, seed: int, start: str, parts: images.Images) -> str:
     """Identifies a private run."""
     assert parts.private is not None
     return records.fingerprint(

@@ -14,7 +14,16 @@ from experiments.record import augmentation
 from experiments.record.data import Examples
 from experiments.record.network import WideResNet
 from experiments.record.settings import PrivateSettings
-from mirrordp import ExponentialAverage, Mechanism, PoissonSampling, PrivateData, PublicData, train
+from mirrordp import (
+    ExponentialAverage,
+    Mechanism,
+    PoissonSampling,
+    PrivateData,
+    PublicData,
+    TrainOptions,
+    TrainStep,
+    train,
+)
 from mirrordp.privacy import Accountant
 from mirrordp.types import LossFn, Params
 
@@ -104,20 +113,23 @@ def train_privately(
     averages = {f"average {decay:g}": ExponentialAverage(decay) for decay in decays}
     kept = {name: start for name in averages}
     momentum = settings.momentum or None
-    states = train(
+    step = TrainStep(
         loss_of_views(network, settings.views, settings.cutout),
-        start,
-        PrivateData(private),
-        PublicData(public) if mixes else None,
-        mechanism=found,
-        optimizer=optax.sgd(learning_rates(settings), momentum=momentum),
-        alpha=settings.alpha,
+        found,
+        optax.sgd(learning_rates(settings), momentum=momentum),
         public_loss_fn=loss_of_views(network, 1, settings.cutout) if mixes else None,
         public_batch_size=settings.public_batch_size if mixes else None,
         microbatch_size=settings.microbatch_size,
-        seed=seed,
-        steps_per_call=1,
         show_unprivatized=True,
+    )
+    states = train(
+        step,
+        start,
+        PrivateData(private),
+        PublicData(public) if mixes else None,
+        alpha=settings.alpha,
+        seed=seed,
+        options=TrainOptions(steps_per_call=1),
     )
     norms, unprivatized, iterates, begun = [], [], {"last": start}, time.monotonic()
     for state, info in states:

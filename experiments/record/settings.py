@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments import records, settings_files
 from experiments.record.network import WideResNet
+from experiments.settings_files import SettingsError
 
 CONFIGS = Path(__file__).parent / "configs"
 MIXES = ("none", "mixup", "cutmix", "both")
 RATES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")
-
-
-class SettingsError(ValueError):
-    """Settings that cannot be meant as they are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class PrivateSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class RecordSettings:
     """All of them, and the seeds of the final runs."""
 
     name: str
@@ -171,7 +168,7 @@ class Settings:
 TABLES = {"network": WideResNet, "public": PublicSettings, "private": PrivateSettings}
 
 
-def load(path: Path, changes: Sequence[str] = ()) -> Settings:
+def load(path: Path, changes: Sequence[str] = ()) -> RecordSettings:
     """Read a settings file and change some of its values.
 
     Args:
@@ -179,7 +176,7 @@ def load(path: Path, changes: Sequence[str] = ()) -> Settings:
         changes: like `private.views=8`; the value is TOML, or a word.
     """
     path = Path(path)
-    values = _read(path)
+    values = settings_files.read(path, TABLES)
     for change in changes:
         name, equals, text = change.partition("=")
         table, dot, key = name.partition(".")
@@ -197,22 +194,7 @@ def load(path: Path, changes: Sequence[str] = ()) -> Settings:
     made = {name: _make(kind, name, values.get(name, {})) for name, kind in TABLES.items()}
     if "seeds" in values:
         made["seeds"] = tuple(values["seeds"])
-    return Settings(name=path.stem, **made)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path.name} is not TOML: {error}.") from error
-    base = values.pop("extends", None)
-    if base is None:
-        return values
-    below = _read(path.parent / base)
-    tables = {name: below.get(name, {}) | values.get(name, {}) for name in TABLES}
-    return below | values | tables
+    return RecordSettings(name=path.stem, **made)
 
 
 def _value(text: str) -> Any:

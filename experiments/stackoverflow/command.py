@@ -43,11 +43,10 @@ from experiments.stackoverflow.data import (
     Prepared,
     prepare,
 )
-from mirrordp import Adjacency, Mechanism, PoissonSampling
+from mirrordp import Adjacency, FederatedStep, Mechanism, PoissonSampling, TrainOptions
 from mirrordp.privacy import FixedSizeSampling
-from mirrordp.training import federated
-from mirrordp.training.central import randomness
-from mirrordp.updates import schedules
+from mirrordp.privacy.accounting import Epsilon
+from mirrordp.training.engine import randomness
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results" / "stackoverflow"
@@ -283,14 +282,15 @@ def run(task: Task, job: Job) -> records.Record:
     made = mechanism(task, job.noise_multiplier)
     alpha = 1.0
     if job.divisor is not None:
-        alpha = schedules.cosine(decay_steps=job.divisor * job.rounds / 2)
-    step = federated.FederatedStep(
-        loss_fn=task.network.loss,
-        mechanism=made,
-        optimizer=_server_sgd(),
+        alpha = mirrordp.schedules.cosine(decay_steps=job.divisor * job.rounds / 2)
+    step = FederatedStep(
+        task.network.loss,
+        made,
+        _server_sgd(),
         client_learning_rate=job.client_rate,
         client_batch_size=CLIENT_BATCH,
         public_batch_size=task.public_per_round,
+        users_per_pass=task.users_per_pass,
     )
     # Rates and clip norm travel in the state, so that the whole grid is one compiled program.
     state = step.init(start, randomness(job.seed)[1].noise)
@@ -302,42 +302,36 @@ def run(task: Task, job: Job) -> records.Record:
     if path.exists():
         state, notes = load(path, state)
         curve, seconds = notes["curve"], notes["seconds"]
-        print(f"  goes on after round {int(state.round)}", file=sys.stderr, flush=True)
+        print(f"  goes on after round {int(state.step)}", file=sys.stderr, flush=True)
     elif job.stage == "final":
         curve.append({"round": 0, "seconds": 0.0} | evaluate(task, start, task.prepared.test))
     # A curve of the final runs; the others are judged at their end.
     parts = range(1, 11) if job.stage == "final" else ()
     evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
     # Same noise and cohorts whatever the method: differences between methods are paired.
-    iterator = mirrordp.training.federated_train(
-        task.network.loss,
+    iterator = mirrordp.train(
+        step,
         start,
         private,
         public if job.divisor is not None else None,
-        mechanism=made,
-        client_learning_rate=job.client_rate,
-        optimizer=_server_sgd(),
         alpha=alpha,
-        num_rounds=job.rounds,
-        client_batch_size=CLIENT_BATCH,
-        public_batch_size=task.public_per_round,
+        num_steps=job.rounds,
         seed=job.seed,
-        rounds_per_call=ROUNDS_PER_CALL,
-        users_per_pass=task.users_per_pass,
         state=state,
+        options=TrainOptions(steps_per_call=ROUNDS_PER_CALL),
     )
-    done = int(state.round)
+    done = int(state.step)
     ended, paces = clock(), []
     for state, info in iterator:
-        paces.append((clock() - ended) / (info.round - done))
+        paces.append((clock() - ended) / (info.step - done))
         now = seconds + clock() - began
-        if any(done < number <= info.round for number in evaluations):
+        if any(done < number <= info.step for number in evaluations):
             curve.append(
-                {"round": info.round, "seconds": round(now, 1)}
+                {"round": info.step, "seconds": round(now, 1)}
                 | evaluate(task, state.params, task.prepared.test)
             )
-        done = info.round
-        if clock() > task.deadline and info.round < job.rounds:
+        done = info.step
+        if clock() > task.deadline and info.step < job.rounds:
             save(path, state, {"curve": curve, "seconds": round(now, 1)})
             raise OutOfTime
         ended = clock()
@@ -360,7 +354,7 @@ def run(task: Task, job: Job) -> records.Record:
 
 
 @functools.cache
-def _guarantee(made: Mechanism, rounds: int) -> mirrordp.privacy.accounting.Epsilon:
+def _guarantee(made: Mechanism, rounds: int) -> Epsilon:
     # The accounting of a thousand rounds takes seconds.
     return made.guarantee(DELTA, num_steps=rounds)
 
@@ -370,10 +364,8 @@ class Log:
 
     def __init__(self, path: Path, task: Task):
         self._path, self._task = path, task
-        sources = sorted(
-            [*Path(__file__).parent.glob("*.py"), ROOT / "experiments" / "models.py"]
-            + [ROOT / "mirrordp" / name for name in ("federated.py", "data.py", "mechanism.py")]
-        )
+        patterns = ("experiments/stackoverflow/*.py", "experiments/models.py", "mirrordp/**/*.py")
+        sources = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
         device = jax.devices()[0]
         self._provenance = records.provenance(
             PACKAGES, sources, f"{device.platform}, {device.device_kind}"

@@ -13,7 +13,13 @@ import mirrordp
 from experiments import records
 from experiments.options import at_least, existing_file
 from experiments.tabular import report
-from experiments.tabular.data import DATASETS, PUBLIC_FRACTION, TEST_FRACTION, Dataset, split
+from experiments.tabular.data import (
+    DATASETS,
+    PUBLIC_FRACTION,
+    TEST_FRACTION,
+    Dataset,
+    split_dataset,
+)
 from experiments.tabular.methods import (
     COLD,
     DELTA,
@@ -104,8 +110,7 @@ class Log:
 def provenance() -> records.Record:
     """Which code and versions are running; to be asked before it can change on disk."""
     package = Path(mirrordp.__file__).parent
-    library = [package / "estimators.py", package / "linear.py", *(package / "tables").glob("*.py")]
-    sources = sorted([*Path(__file__).parent.glob("*.py"), *library])
+    sources = sorted([*Path(__file__).parent.glob("*.py"), *package.rglob("*.py")])
     return records.provenance(PACKAGES, sources, "cpu")
 
 
@@ -154,7 +159,7 @@ def execute(jobs: Sequence[Job], dataset: Dataset, log: Log, peer_python: Path |
     """Runs the jobs that have no line yet, seed by seed."""
     missing = log.missing(jobs)
     for seed in sorted({job.seed for job in missing}):
-        rows = split(dataset, seed)
+        rows = split_dataset(dataset, seed)
         own = [job for job in missing if job.seed == seed]
         for job in own:
             if job.method != PEER:

@@ -91,7 +91,7 @@ class Split:
     test: Arrays
 
 
-def split(dataset: Dataset, seed: int) -> Split:
+def split_dataset(dataset: Dataset, seed: int) -> Split:
     """Chooses test rows (unless they are given) and 4% of the others as public, by the seed."""
     order = np.random.default_rng(seed).permutation(len(dataset.train))
     train, test = dataset.train, dataset.test

@@ -22,7 +22,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from experiments.tabular.data import Split
-from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
+from mirrordp.linear import PrivateLinearRegression, PrivateLogisticRegression
 
 DELTA = 1e-5
 EPSILONS = (0.1, 1.0, 3.0)

@@ -90,7 +90,7 @@ def table(found: Sequence[Record]) -> str:
                     text = f"{mean:{digits}} ± {error:{digits}}" if numbers else "–"
                     cells.append(f"**{text}**" if method == OURS else text)
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
-        lines += ["", "Ours is better by (paired by seed; negative: worse):", ""]
+        lines += ["", "How much better ours is, paired by seed (negative: worse):", ""]
         lines += ["| than | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
         for method in (*PRIVATE[1:], START, PUBLIC):
             cells = []
@@ -133,7 +133,7 @@ def ties(found: Sequence[Record]) -> list[str]:
                     if 0 <= mean <= 2 * error:
                         tied.append(
                             f"{TITLES[dataset]}, {label}, ε = {epsilon:g}: {LABELS[method]} is "
-                            f"worse by {mean:.4g} only (standard error {error:.2g})"
+                            f"worse by only {mean:.4g} (standard error {error:.2g})"
                         )
     return tied
 
@@ -221,13 +221,13 @@ def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | No
         if missed
         else [
             "The goal is met: ours is better than every private competitor at every ε, and never "
-            "worse than public-only beyond one standard error.",
+            "worse than public-only by more than one standard error.",
             "",
         ]
     )
     tied = ties(found)
     if tied:
-        text += "\n".join(["", "Not told apart at:", "", *(f"- {line}" for line in tied), ""])
+        text += "\n".join(["", "Too close to call:", "", *(f"- {line}" for line in tied), ""])
     text += f"\n{made_by(found)}"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     draw(found, folder / f"{name}.png")

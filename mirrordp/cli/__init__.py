@@ -1,161 +1,67 @@
 """The command line: `mirrordp account | calibrate | demo | fit | predict | ...`; see `--help`.
 
-With `--json` exactly one JSON object goes to standard output; warnings and progress always go to
-standard error, progress as plain lines where that is no terminal, and not at all with `--quiet`.
-Nothing ends in a traceback unless MIRRORDP_TRACEBACK is set. Bad input ends with exit code 2 and
-one sentence that says what was expected, what came and what to do.
+With `--json`, exactly one JSON object goes to standard output. Warnings and progress always go to
+standard error: progress as plain lines where standard error is not a terminal, and not at all with
+`--quiet`. No command ends in a traceback unless MIRRORDP_TRACEBACK is set. Bad input ends with exit
+code 2 and one line that says what was expected, what was given and what to do; the messages of the
+library are printed as they are.
+
+Every command is one module. The modules import the library inside the functions that use it, so
+that `mirrordp --help` does not wait for JAX and `mirrordp account` never loads it.
 """
 
-import argparse
-import contextlib
-import logging
-import os
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NoReturn
+from __future__ import annotations
 
-import mirrordp
-from mirrordp.cli._account import add_account_commands
-from mirrordp.cli._audit import add_audit_command
-from mirrordp.cli._budget import add_budget_commands
-from mirrordp.cli._common import Parser, UsageError, quiet
-from mirrordp.cli._demo import add_demo_command
-from mirrordp.cli._reports import add_report_commands
-from mirrordp.cli._tables import add_table_commands
-from mirrordp.report import ReportError
+import os
+import signal
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    try:
-        # What a terminal cannot show is spelt out instead of ending the program.
-        with contextlib.suppress(AttributeError, ValueError):
-            sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-        parser = _parser()
-        arguments, unknown = parser.parse_known_args(argv)
-        if unknown:
-            raise UsageError(
-                f"expected only known options, got {' '.join(unknown)}; see "
-                f"'{arguments.prog} --help'."
-            )
-        arguments.command = list(sys.argv[1:] if argv is None else argv)
-        with _quiet_accountant(), _one_line_warnings():
-            token = quiet.set(getattr(arguments, "quiet", False))
-            try:
-                return _finished(arguments.run(arguments))
-            finally:
-                quiet.reset(token)
-    except (UsageError, ReportError) as error:
-        print(f"mirrordp: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interruption:
-        advice = f" {interruption}" if str(interruption) else ""
-        print(f"mirrordp: interrupted.{advice}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; Python must not try to flush again.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        print(
-            "mirrordp: error: expected files that can be read and written, got "
-            f"{str(error.filename)!r} ({error.strerror}); make room or choose another place.",
-            file=sys.stderr,
-        )
-        return 2
-    except Exception as error:
-        if os.environ.get("MIRRORDP_TRACEBACK"):
-            raise
-        # The message may quote private data, so the operator has to ask for it.
-        print(
-            f"mirrordp: error: expected to finish, got {type(error).__name__} "
-            f"({_place(error)}), which should not happen; set MIRRORDP_TRACEBACK=1 to see where "
-            "from, which may show private data, and please report it.",
-            file=sys.stderr,
-        )
-        return 70
+    """Runs the command line and returns the exit code."""
+    from mirrordp.cli import _main
+
+    return _main.run(argv)
 
 
 def command() -> NoReturn:
-    """What the installed `mirrordp` calls."""
+    """Runs the installed `mirrordp` command and ends the process.
+
+    Ctrl-C ends the process at once, also in the middle of an import, except where a command asks
+    for a `KeyboardInterrupt` in order to clean up (`_common.interruptible`).
+    """
+    # A command in the background of a script ignores the signal, and must go on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+    sys.unraisablehook = _leave_if_interrupted
     code = main()
-    if code == 130:
-        # Computations may be in flight, and would meet what Python takes down at a regular exit.
+    if signal.getsignal(signal.SIGINT) is leave:
+        # The work is done, so Ctrl-C while Python shuts down no longer interrupts it.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    if code == INTERRUPTED:
+        # Computations may be in flight, and would fail noisily in a regular shutdown.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def _finished(code: int) -> int:
-    """Flushes here, where a reader that has gone away can still be dealt with."""
-    sys.stdout.flush()
-    return code
+def leave(*_: object) -> NoReturn:
+    """Ends the process with one line on standard error; a handler of signals."""
+    # Printing could fail, since the signal may have come in the middle of a print.
+    os.write(2, b"\r\033[K" * os.isatty(2) + b"mirrordp: interrupted.\n")
+    os._exit(INTERRUPTED)
 
 
-def _place(error: Exception) -> str:
-    """File and line of the innermost frame."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "unknown place"
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
-
-
-@contextlib.contextmanager
-def _quiet_accountant() -> Iterator[None]:
-    """Hides dp-accounting's notes on Rényi orders it leaves out: leaving one out is safe."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _one_line_warnings() -> Iterator[None]:
-    """Shows each library warning once, as `mirrordp: warning: ...`, without source code."""
-    shown: set[str] = set()
-
-    def show(message, category, filename, lineno, file=None, line=None):
-        del category, filename, lineno, file, line
-        if (text := f"mirrordp: warning: {message}") not in shown:
-            shown.add(text)
-            print(text, file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="mirrordp",
-        allow_abbrev=False,
-        description="Differentially private training with the help of a little public data.",
-        epilog="example: mirrordp account --noise-multiplier 1.51 --num-examples 48000 "
-        "--batch-size 500 --steps 9600 --delta 1e-5",
-    )
-    parser.add_argument("--version", action="version", version=f"mirrordp {mirrordp.__version__}")
-    parser.set_defaults(run=_no_command, prog=parser.prog)
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    add_account_commands(commands)
-    add_demo_command(commands)
-    add_table_commands(commands)
-    add_budget_commands(commands)
-    add_audit_command(commands)
-    add_report_commands(commands)
-    return parser
-
-
-def _no_command(arguments: argparse.Namespace) -> NoReturn:
-    del arguments
-    raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict, budget, audit, report or "
-        "compare), got none; see 'mirrordp --help'."
-    )
+def _leave_if_interrupted(unraisable: Any) -> None:
+    """Ends the process where Python would print an interruption that it cannot raise."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        leave()
+    sys.__unraisablehook__(unraisable)

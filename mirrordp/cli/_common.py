@@ -1,25 +1,27 @@
-"""What the commands share: options and their types, errors as one sentence, signs of life."""
+"""Options and their types, errors in one line, interruptions and progress: for all commands."""
 
 import argparse
 import contextlib
 import contextvars
-import difflib
 import itertools
+import json
 import math
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from mirrordp.privacy.accounting import Adjacency
-from mirrordp.spending.files import StorageError
+from mirrordp import cli
+
+ADJACENCIES = ("add-remove", "replace", "zero-out")
 
 # A larger epsilon protects nothing.
 _LARGEST_TARGET = 1000.0
 
-# Seconds after which something that goes on is mentioned, and after which it is mentioned again.
+# Seconds after which a computation is first mentioned, and after which it is mentioned again.
 _PATIENCE = 2.0
 _REMINDER = 30.0
 
@@ -27,78 +29,62 @@ quiet = contextvars.ContextVar("quiet", default=False)
 
 
 class UsageError(Exception):
-    """Bad input; the message is one sentence for standard error."""
+    """Bad input; the message is one line for standard error."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, except that an error is one sentence and no usage text.
+    """An argparse parser that raises a `UsageError` instead of printing its usage.
 
-    An option that is unknown is said to be so, with the one that may have been meant, before
-    anything is said to be missing: what is missing usually is the one that was mistyped.
+    It names an unknown option, and the one that may have been meant, before it complains about a
+    missing one: the missing option usually is the one that was mistyped.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parses, once every option is known."""
+        """Parses the arguments after checking that every option is known."""
         given = list(sys.argv[1:] if args is None else args)
         for word in self._own_words(given):
             name = word.partition("=")[0]
             if _OPTION.match(name) and name not in self._option_string_actions:
                 known = [option for option in self._option_string_actions if option[:2] == "--"]
-                raise UsageError(
-                    f"expected only known options, got {name}"
-                    f"{did_you_mean(name, known)}; see '{self.prog} --help'."
-                )
+                self.error(f"expected only known options, got {name}{did_you_mean(name, known)}")
         return super().parse_known_args(args, namespace)
 
     def _own_words(self, words: list[str]) -> list[str]:
-        """The words that this parser reads itself, not the ones of a command below it."""
+        """Returns the words that this parser reads itself, not those of a command below it."""
         if "--" in words:
             words = words[: words.index("--")]
         if self._subparsers is not None:
             words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
         return words
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(action.choices)
+            near = did_you_mean(value, known)
+            self.error(f"expected a command ({', '.join(known)}), got {value!r}{near}")
+
     def error(self, message: str) -> NoReturn:
         """Raises a `UsageError`."""
-        raise UsageError(f"{_rephrased(message)}; see '{self.prog} --help'.")
+        raise UsageError(f"{message}; see '{self.prog} --help'.")
 
 
-# Not the sign of a number.
+# A sign followed by a digit is a number.
 _OPTION = re.compile(r"--?[A-Za-z]")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that follows a word that is none of those known, where one of them is near.
+    """Returns a question in parentheses if an unknown word is close to a known one.
 
     >>> did_you_mean("--epsilom", ["--delta", "--epsilon"])
     ' (did you mean --epsilon?)'
     """
+    import difflib
+
     known = sorted(known)
     bare = word.lstrip("-").replace("_", "-").lower()
     near = [name for name in known if len(bare) > 1 and name.lstrip("-").startswith(bare)]
-    near = near or difflib.get_close_matches(f"--{bare}" if word[0] == "-" else bare, known, 1)
+    near = near or difflib.get_close_matches(f"--{bare}" if word[:1] == "-" else bare, known, 1)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _rephrased(message: str) -> str:
-    """argparse's own messages in the form: expected, came."""
-    missing = "the following arguments are required: "
-    if message.startswith(missing):
-        return f"expected {message.removeprefix(missing)}, got nothing for it"
-    one_of_them = re.search(r"^one of the arguments (.*) is required$", message)
-    if one_of_them is not None:
-        return f"expected one of {', '.join(one_of_them[1].split())}, got none of them"
-    if (
-        both := re.search(r"^argument (\S+): not allowed with argument (\S+)$", message)
-    ) is not None:
-        return f"expected either {both[2]} or {both[1]}, got both"
-    if (choice := re.search(r"invalid choice: ('.*?') \(choose from (.*)\)$", message)) is not None:
-        known = choice[2].replace("'", "")
-        near = did_you_mean(choice[1].strip("'"), known.split(", "))
-        return f"expected a command ({known}), got {choice[1]}{near}"
-    if message.endswith("expected one argument"):
-        message = message.replace("expected one argument", "expected a value, got none")
-    return message.removeprefix("argument ")
 
 
 def add_command(
@@ -108,33 +94,35 @@ def add_command(
     summary: str,
     example: str,
 ) -> argparse.ArgumentParser:
-    """A command of its own, or of another command, with the options that all have."""
+    """Adds a command, or a command of a command, with the options that all commands have."""
     parser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
-        epilog=example,
+        epilog=f"example: mirrordp {example}",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="no progress; errors and warnings are still shown"
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument(
+        "--quiet", action="store_true", help="show no progress, only errors and warnings"
     )
     parser.set_defaults(run=run, prog=parser.prog)
     return parser
 
 
 def add_adjacency(parser: argparse.ArgumentParser) -> None:
-    """The option --adjacency."""
+    """Adds the option --adjacency."""
     parser.add_argument(
         "--adjacency",
-        type=one_of(*(kind.value for kind in Adjacency)),
-        default=Adjacency.ZERO_OUT.value,
-        metavar="{add-remove,replace,zero-out}",
+        type=one_of(*ADJACENCIES),
+        default="zero-out",
+        metavar=f"{{{','.join(ADJACENCIES)}}}",
         help="which data sets are neighbours (default: %(default)s, where N is public)",
     )
 
 
-# Types of arguments. Each says what it expected and what came; the parser adds what to do.
+# Types of arguments. Each says what it expected and what was given; argparse names the option.
 
 
 def _expected(expected: str, text: str) -> argparse.ArgumentTypeError:
@@ -161,21 +149,21 @@ _whole = _number("a positive integer", lambda value: value >= 1 and value.is_int
 
 
 def positive_integer(text: str) -> int:
-    """Also 1e4 is one."""
+    """Reads a positive integer, which may be written as 1e4."""
     value = int(_whole(text))
     # Beyond 2^53 a float is not the number that was written.
     return int(text) if text.isdecimal() else value
 
 
 def seed(text: str) -> int:
-    """A number 0, 1, ..."""
+    """Reads a non-negative integer."""
     if not text.isdecimal():
         raise _expected("a non-negative integer", text)
     return int(text)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """One of some words."""
+    """Returns a function that reads one of several words."""
 
     def check(text: str) -> str:
         if text not in choices:
@@ -186,7 +174,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Refuses a target that means nothing."""
+    """Refuses a target that protects nothing."""
     if epsilon > _LARGEST_TARGET:
         raise UsageError(
             f"expected --epsilon of at most {_LARGEST_TARGET:g}, got {epsilon:g}, which protects "
@@ -194,30 +182,19 @@ def check_epsilon(epsilon: float) -> None:
         )
 
 
-# The end of a sentence and, unless it is a name in code or an abbreviation, the next one's word.
-_NEXT_SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. (?:([A-Z][a-z]*)(?=[ ,;:\']))?")
-
-
-def sentence(error: Exception) -> str:
-    """A message of the library as one sentence.
-
-    >>> sentence(ValueError("expected a file, got none. Check the path."))
-    'expected a file, got none; check the path.'
-    """
-
-    def joined(end: re.Match[str]) -> str:
-        return "; " + (end[1] or "").lower()
-
-    return _NEXT_SENTENCE.sub(joined, str(error).strip().rstrip(".")) + "."
-
-
 @contextlib.contextmanager
-def table_errors() -> Iterator[None]:
-    """Turns what can be wrong with tables into one sentence."""
+def library_errors(advice: str = "use fewer rows or columns") -> Iterator[None]:
+    """Turns an error about the caller's input into a `UsageError` with the same message.
+
+    Args:
+        advice: what to do if memory is exhausted.
+    """
+    from mirrordp.spending.files import StorageError
+
     try:
         yield
-    except (ValueError, TypeError, StorageError) as error:
-        raise UsageError(sentence(error)) from None
+    except (ValueError, TypeError, OverflowError, StorageError) as error:
+        raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(
             f"expected files that can be read and written, got {str(error.filename)!r} "
@@ -225,22 +202,35 @@ def table_errors() -> Iterator[None]:
         ) from None
     except MemoryError:
         raise UsageError(
-            "expected tables that fit in memory, got too large a one; use fewer rows or columns."
+            f"expected a computation that fits in memory, got one that does not; {advice}."
         ) from None
 
 
 @contextlib.contextmanager
-def told_on_interruption(advice: str) -> Iterator[None]:
-    """Says after Ctrl-C what is left of a run that cannot be resumed."""
+def interruptible(advice: str = "") -> Iterator[None]:
+    """Lets Ctrl-C end the work inside with a `KeyboardInterrupt`, so that it can clean up.
+
+    Outside, the installed command ends at once, which leaves no traceback even if Ctrl-C comes in
+    the middle of an import. Do such imports before.
+
+    Args:
+        advice: what the user is told about the state of the work.
+    """
+    is_command = signal.getsignal(signal.SIGINT) is cli.leave
+    if is_command:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(advice) from None
+    except KeyboardInterrupt as interruption:
+        raise KeyboardInterrupt(str(interruption) or advice) from None
+    finally:
+        if is_command:
+            signal.signal(signal.SIGINT, cli.leave)
 
 
 @contextlib.contextmanager
 def patiently(doing: str) -> Iterator[None]:
-    """Says on standard error what is going on where it takes more than two seconds.
+    """Says on standard error what is going on if it takes more than two seconds.
 
     On a terminal the line counts the seconds and goes away at the end; elsewhere it is a plain line
     after two seconds and another one every half minute.
@@ -275,6 +265,17 @@ def patiently(doing: str) -> Iterator[None]:
         thread.join()
 
 
+def print_json(result: Mapping[str, Any]) -> None:
+    """Prints one JSON object on one line."""
+    print(json.dumps(result, allow_nan=False))
+
+
+def print_rows(rows: Mapping[str, str]) -> None:
+    """Prints names and values in two columns."""
+    for name, value in rows.items():
+        print(f"{name:<12}{value}")
+
+
 def counted(count: int, what: str) -> str:
-    """'1 run', '2 runs'."""
+    """Returns '1 run' or '2 runs'."""
     return f"1 {what}" if count == 1 else f"{count} {what}s"

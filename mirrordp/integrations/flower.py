@@ -53,13 +53,14 @@ except ImportError as error:
     ) from error
 
 from mirrordp import _validate
+from mirrordp._rounding import upwards
 from mirrordp.data import PublicClients, PublicData
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency, Epsilon
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PADDING, FixedSizeSampling, FullBatch
 from mirrordp.privacy.trainable import Trainable
-from mirrordp.report import RunReport, upwards
+from mirrordp.report import RunReport
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger, ledger_for
 from mirrordp.training.bookkeeping import Books, check_spend
@@ -350,7 +351,7 @@ class PrivateStrategy(Strategy):
             self.budget.require_data()
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
         self._is_only_run = not isinstance(spend, Ledger)
-        self.ledger = ledger_for(mechanism.adjacency, None if self._is_only_run else spend)
+        self.ledger = ledger_for(mechanism.adjacency, spend if isinstance(spend, Ledger) else None)
         self._covers = (
             "this run"
             if self._is_only_run
@@ -657,7 +658,7 @@ def _ticket(reply: Message) -> str | None:
 @functools.partial(jax.jit, static_argnames="step")
 def _add(step: FederatedStep, total: PrivateSum, delta: PyTree, clip_norm: jax.Array):
     contribution, _ = step.contribution(delta, clip_norm)
-    return total.plus(step.one_sum(contribution))
+    return total + step.one_sum(contribution)
 
 
 @functools.partial(jax.jit, static_argnames="step")

@@ -1,10 +1,11 @@
 """Two relatives of the mirror step, as pure state and step functions.
 
-Accelerated: two sequences on the same map, after Wang, Ye and Xu (2017, "Differentially private
-empirical risk minimization revisited") and the linear coupling of Allen-Zhu and Orecchia (2014).
-Lazy: the dual-averaging form of the paper's appendix, exact and linearised.
+The accelerated method keeps two sequences on the same map, after Wang, Ye and Xu (2017,
+"Differentially private empirical risk minimization revisited") and the linear coupling of Allen-Zhu
+and Orecchia (2014). The lazy method is the dual-averaging form of the paper's appendix, exact or
+linearised.
 
-All of this happens after the noise. `grad` is the noisy gradient, used as often as one likes.
+All of this happens after the noise: `grad` is the noisy gradient, which may be used repeatedly.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from mirrordp.mirror.projection import Constraint, WholeSpace
 
 
 class AcceleratedState(NamedTuple):
-    """y_k, the sequence whose last element is the result; z_k, the mirror sequence; k."""
+    """The state (y_k, z_k, k): the last y is the result, and z is the mirror sequence."""
 
     y: jax.Array
     z: jax.Array
@@ -25,13 +26,13 @@ class AcceleratedState(NamedTuple):
 
 
 def accelerated_init(theta: Any) -> AcceleratedState:
-    """Both sequences start at θ_0."""
+    """Starts both sequences at θ_0."""
     theta = jnp.asarray(theta)
     return AcceleratedState(theta, theta, jnp.zeros([], jnp.int32))
 
 
 def accelerated_query(state: AcceleratedState) -> jax.Array:
-    """Where the gradient of step k must be taken: x_{k+1} = τ z_k + (1 − τ) y_k, τ = 2/(k + 2)."""
+    """Returns x_{k+1} = τ z_k + (1 − τ) y_k, τ = 2/(k + 2), where step k needs its gradient."""
     weight = jnp.asarray(2 / (state.num_steps + 2), state.y.dtype)
     return weight * state.z + (1 - weight) * state.y
 
@@ -44,7 +45,7 @@ def accelerated_step(
     *,
     constraint: Constraint | None = None,
 ) -> tuple[AcceleratedState, jax.Array]:
-    """One step of accelerated mirror descent with the gradient taken at `accelerated_query`:
+    """Takes one step of accelerated mirror descent, with the gradient at `accelerated_query`:
 
         y_{k+1} = argmin_{y ∈ C} η ⟨g, y⟩ + B_Ψ(y, x_{k+1}),
         z_{k+1} = argmin_{z ∈ C} (k + 2)/2 · η ⟨g, z⟩ + B_Ψ(z, z_k).
@@ -53,18 +54,18 @@ def accelerated_step(
 
         f(y_T) − min f ≤ 4 B_Ψ(θ*, θ_0) / (η T²).
 
-    For other maps the scheme runs but acceleration is not proved. Noise is weighted more and more
-    (by k), so few steps are best.
+    For other maps the scheme runs, but acceleration is not proved. The weight of the noise grows
+    with k, so that few steps are best.
 
     Args:
         mirror_map: Ψ.
         state: y_k, z_k and k.
         grad: g, the noisy gradient at x_{k+1}.
         learning_rate: η.
-        constraint: C; the whole space by default.
+        constraint: C, by default the whole space.
 
     Returns:
-        The next state, and whether all the solvers involved converged.
+        The next state, and whether all solvers converged.
     """
     constraint = WholeSpace() if constraint is None else constraint
     coupling = jnp.asarray((state.num_steps + 2) / 2, state.y.dtype)
@@ -84,24 +85,24 @@ def _constrained_step(mirror_map, theta, grad, learning_rate, constraint):
 
 
 class LazyState(NamedTuple):
-    """Σ η_i g_i over the steps so far."""
+    """The sum Σ η_i g_i over the steps so far."""
 
     weighted_grad_sum: jax.Array
 
 
 def lazy_init(theta: Any) -> LazyState:
-    """No gradient seen yet. The first iterate should be argmin Ψ̂, see `lazy_step`."""
+    """Returns the state before the first gradient; θ should be argmin Ψ̂, see `lazy_step`."""
     return LazyState(jnp.zeros_like(jnp.asarray(theta)))
 
 
 def lazy_step(
     mirror_map: MirrorMap, state: LazyState, theta: Any, grad: Any, learning_rate: Any
 ) -> tuple[LazyState, Solution]:
-    """The lazy form of the paper's appendix, solved exactly:
+    """Takes one step of the lazy form of the paper's appendix, solved exactly:
 
         θ_{t+1} = argmin_θ ⟨Σ_{i ≤ t} η_i g_i, θ⟩ + Ψ̂(θ) = (∇Ψ̂)⁻¹(−Σ_{i ≤ t} η_i g_i).
 
-    Started at θ_1 = argmin Ψ̂ and without constraint the iterates are those of mirror steps on Ψ̂.
+    From θ_1 = argmin Ψ̂ and without constraint, the iterates are those of mirror steps on Ψ̂.
 
     Args:
         mirror_map: Ψ̂. The paper's Ψ̂ = Ψ + ½‖θ‖² is `regularized()` of the map of Ψ.
@@ -115,7 +116,7 @@ def lazy_step(
 
 
 class LinearizedLazyState(NamedTuple):
-    """Σ η_i g_i, Σ ∇Ψ(θ_i), and the number t of steps so far."""
+    """The sums Σ η_i g_i and Σ ∇Ψ(θ_i), and the number t of steps so far."""
 
     weighted_grad_sum: jax.Array
     public_grad_sum: jax.Array
@@ -123,7 +124,7 @@ class LinearizedLazyState(NamedTuple):
 
 
 def linearized_lazy_init(theta: Any) -> LinearizedLazyState:
-    """No gradient seen yet."""
+    """Returns the state before the first gradient."""
     zero = jnp.zeros_like(jnp.asarray(theta))
     return LinearizedLazyState(zero, zero, jnp.zeros([], jnp.int32))
 
@@ -131,12 +132,12 @@ def linearized_lazy_init(theta: Any) -> LinearizedLazyState:
 def linearized_lazy_step(
     state: LinearizedLazyState, grad: Any, public_grad: Any, learning_rate: Any
 ) -> tuple[LinearizedLazyState, jax.Array]:
-    """The lazy form with Ψ linearised at each θ_i, an update without α:
+    """Takes one step of the lazy form with Ψ linearised at each θ_i, an update without α:
 
         θ_{t+1} = argmin_θ Σ_{i ≤ t} η_i ⟨g_i + ∇Ψ(θ_i) / (t η_i), θ⟩ + ½‖θ‖²
                 = −Σ_{i ≤ t} η_i g_i − 1/t Σ_{i ≤ t} ∇Ψ(θ_i).
 
-    It needs gradients of the public loss only, no map. Equal to `lazy_step` where Ψ is linear.
+    It needs gradients of the public loss only, and no map. It equals `lazy_step` if Ψ is linear.
 
     Args:
         state: both sums and t before this step.

@@ -1,7 +1,7 @@
-"""What every mirror map offers, and the small things that all of them share.
+"""The protocol of mirror maps, and helpers that all of them share.
 
-A mirror map is a strictly convex function Ψ on flat parameter vectors. In: a point θ, a gradient, a
-learning rate. Out: the point that Algorithm 1 of the paper (line 5) moves to,
+A mirror map is a strictly convex function Ψ on flat parameter vectors. In: a point θ, a gradient
+and a learning rate. Out: the point that Algorithm 1 of the paper (line 5) moves to,
 
     θ_{t+1} = argmin_{θ ∈ C}  η ⟨g, θ⟩ + B_Ψ(θ, θ_t),
     B_Ψ(θ, θ') = Ψ(θ) − Ψ(θ') − ⟨∇Ψ(θ'), θ − θ'⟩,
@@ -9,14 +9,14 @@ learning rate. Out: the point that Algorithm 1 of the paper (line 5) moves to,
 in the paper's two parts: `step` solves ∇Ψ(θ) = ∇Ψ(θ_t) − η g without the constraint, and `project`
 takes the Bregman projection onto C.
 
-Maps are pytrees: give a large one to a jitted function as an argument rather than closing over it,
-or its matrices become constants of the compiled program. What a map knows about the public data is
-kept in float64 whatever `jax_enable_x64` says. `value`, `grad`, `inverse` and `step` compute in the
-dtype of their argument; `project`, and `divergence` where it is not a sum of squares, compute in
-float64 and round to that dtype; `minimizer` computes in float64 and rounds to JAX's default.
+Maps are pytrees. Pass a large map to a jitted function as an argument; if the function closes over
+it, its matrices become constants of the compiled program. A map keeps public data in float64,
+regardless of `jax_enable_x64`. `value`, `grad`, `inverse` and `step` compute in the dtype of their
+argument; `project`, and `divergence` if it is not a sum of squares, compute in float64 and round to
+that dtype; `minimizer` computes in float64 and rounds to JAX's default dtype.
 
-Input that is not finite never raises and never loops: `params` come back non-finite and `converged`
-is False.
+Input that is not finite raises no error and causes no endless loop: `params` are then not finite
+either, and `converged` is False.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -29,16 +29,16 @@ from mirrordp.mirror.projection import Constraint
 
 
 class Solution(NamedTuple):
-    """A point, and how well it solves what it was asked to solve.
+    """The result of a solver, and how well it solves the problem.
 
     Attributes:
         params: the flat parameter vector.
         converged: whether `residual` reached the solver's tolerance; always False for non-finite
             `params`.
-        num_iterations: outer iterations; zero where a closed form was used.
-        residual: what the stopping test looked at, relative to the size of the problem: the
-            gradient that is left over (inverse, step) or the mismatch of the active constraints
-            (project, minimizer). Zero for closed forms.
+        num_iterations: the number of outer iterations, which is zero for closed forms.
+        residual: the quantity of the stopping test, relative to the size of the problem: the
+            remaining gradient (inverse, step) or the mismatch of the active constraints (project,
+            minimizer). It is zero for closed forms.
     """
 
     params: jax.Array
@@ -49,7 +49,7 @@ class Solution(NamedTuple):
 
 @runtime_checkable
 class MirrorMap(Protocol):
-    """The protocol of mirror maps; `tests/contracts/test_mirror_map_contract.py` is its law."""
+    """The protocol of mirror maps, which `tests/contracts/test_mirror_map_contract.py` tests."""
 
     @property
     def num_params(self) -> int:
@@ -57,36 +57,36 @@ class MirrorMap(Protocol):
         ...
 
     def value(self, theta: Any) -> jax.Array:
-        """Ψ(θ)."""
+        """Returns Ψ(θ)."""
         ...
 
     def grad(self, theta: Any) -> jax.Array:
-        """∇Ψ(θ), a point of the dual space."""
+        """Returns ∇Ψ(θ), a point of the dual space."""
         ...
 
     def inverse(self, dual: Any, init: Any) -> Solution:
-        """(∇Ψ)⁻¹(dual); iterative solvers start at `init`, closed forms ignore it."""
+        """Returns (∇Ψ)⁻¹(dual); iterative solvers start at `init`, closed forms ignore it."""
         ...
 
     def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """B_Ψ(θ, other) ≥ 0."""
+        """Returns B_Ψ(θ, other) ≥ 0."""
         ...
 
     def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """argmin over the whole space of η ⟨g, θ'⟩ + B_Ψ(θ', θ)."""
+        """Returns argmin over the whole space of η ⟨g, θ'⟩ + B_Ψ(θ', θ)."""
         ...
 
     def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """argmin over C of B_Ψ(·, θ)."""
+        """Returns argmin over C of B_Ψ(·, θ)."""
         ...
 
     def minimizer(self, constraint: Constraint) -> Solution:
-        """argmin over C of Ψ: where Algorithm 1 starts."""
+        """Returns argmin over C of Ψ, where Algorithm 1 starts."""
         ...
 
 
 def as_vector(size: int, **values: Any) -> Any:
-    """The one named value as a flat floating-point JAX vector of the given length."""
+    """Returns the one named value as a flat floating-point JAX vector of the given length."""
     ((name, value),) = values.items()
     value = jnp.asarray(value)
     if value.shape != (size,):
@@ -98,13 +98,13 @@ def as_vector(size: int, **values: Any) -> Any:
 
 
 def as_float64(value: Any) -> jax.Array:
-    """A float64 JAX array, with or without `jax_enable_x64`."""
+    """Returns a float64 JAX array, with or without `jax_enable_x64`."""
     with jax.enable_x64(True):
         return jnp.asarray(np.asarray(value, np.float64))
 
 
 def finite_array(ndim: int, **values: Any) -> np.ndarray:
-    """The one named value as a finite float64 NumPy array with `ndim` axes."""
+    """Returns the one named value as a finite float64 NumPy array with `ndim` axes."""
     ((name, value),) = values.items()
     array = np.asarray(value, np.float64)
     if array.ndim != ndim or array.size == 0:
@@ -120,14 +120,14 @@ def finite_array(ndim: int, **values: Any) -> np.ndarray:
 
 
 def closed_form(params: jax.Array) -> Solution:
-    """The solution that a formula gives: exact, unless something was not finite."""
+    """Returns the solution of a formula, which is exact unless something was not finite."""
     converged = jnp.all(jnp.isfinite(params))
     residual = jnp.where(converged, 0.0, jnp.nan).astype(params.dtype)
     return Solution(params, converged, jnp.zeros([], jnp.int32), residual)
 
 
 def rounded(solution: Solution, dtype: Any) -> Solution:
-    """A float64 solution in the caller's dtype; NaN where there is no finite answer."""
+    """Rounds a float64 solution to the caller's dtype; it is NaN if the solution is not finite."""
     params, converged, num_iterations, residual = solution
     finite = jnp.isfinite(residual) & jnp.all(jnp.isfinite(params))
     return Solution(
@@ -139,12 +139,12 @@ def rounded(solution: Solution, dtype: Any) -> Solution:
 
 
 def project_float64(mirror_map: MirrorMap, theta: jax.Array, constraint: Constraint) -> Solution:
-    """The projection of a float64 point, rounded to JAX's default dtype only at the end."""
+    """Projects a float64 point, and rounds to JAX's default dtype only at the end."""
     dtype = jnp.result_type(float)
     with jax.enable_x64(True):
         return rounded(mirror_map.project(theta, constraint), dtype)
 
 
 def matvec(matrix: jax.Array, vector: jax.Array) -> jax.Array:
-    """matrix @ vector in the vector's dtype, without the TF32 that GPUs use by default."""
+    """Returns matrix @ vector in the vector's dtype, without the GPUs' default of TF32."""
     return jnp.matmul(matrix.astype(vector.dtype), vector, precision=jax.lax.Precision.HIGHEST)

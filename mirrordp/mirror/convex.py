@@ -1,9 +1,10 @@
-"""Any strongly convex JAX function as mirror map, inverted by Newton's method with CG.
+"""Any strongly convex JAX function as a mirror map, inverted by Newton's method with CG.
 
 In: a function of the flat parameter vector. Out: a map whose step solves ∇Ψ(θ) = ∇Ψ(θ_t) − η g to
-the precision of the dtype, with Hessian-vector products only: no p × p matrix is formed.
+the precision of the dtype. It uses Hessian-vector products only and forms no p × p matrix.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from mirrordp import _validate
 from mirrordp.mirror import projection
 from mirrordp.mirror.base import (
-    MirrorMap,
     Solution,
     as_float64,
     as_vector,
@@ -28,12 +28,12 @@ from mirrordp.privacy._float64 import float64_call
 MAX_ITERATIONS = 50
 _SUFFICIENT_DECREASE = 1e-4
 _MAX_HALVINGS = 30
-# Inside a projection, where the multiplier's root is found to 1e-10, the solver must be finer.
+# A projection finds the root of the multiplier to 1e-10, for which the solver must be finer.
 _PROJECTION_TOLERANCE = 1e-12
 
 
 def default_tolerance(dtype: Any) -> float:
-    """What the solver can be expected to reach: 2e-6 in float32, 1e-11 in float64."""
+    """Returns the residual that the solver can reach: 2e-6 in float32, 1e-11 in float64."""
     return 1e-11 if jnp.finfo(dtype).bits == 64 else 2e-6
 
 
@@ -54,24 +54,24 @@ def solve_gradient_equation(
     tolerance: float,
     max_iterations: int = MAX_ITERATIONS,
 ) -> Solution:
-    """The θ with ∇Ψ(θ) = z, as the minimiser of φ(θ) = Ψ(θ) − ⟨z, θ⟩.
+    """Finds the θ with ∇Ψ(θ) = z, as the minimiser of φ(θ) = Ψ(θ) − ⟨z, θ⟩.
 
-    Newton's method: H d = −∇φ is solved by conjugate gradients to the relative accuracy
-    min(½, √(‖∇φ‖/size)), which makes the convergence superlinear, and d is halved until φ decreases
-    sufficiently or ‖∇φ‖ is halved. The second test is there for the end of the run, where the
-    decrease of φ drowns in rounding.
+    Newton's method solves H d = −∇φ by conjugate gradients to the relative accuracy
+    min(½, √(‖∇φ‖/size)), which makes the convergence superlinear. It halves d until φ decreases
+    sufficiently or ‖∇φ‖ is halved. The second test is needed at the end of the run, where the
+    decrease of φ is smaller than its rounding error.
 
-    The residual is ‖∇Ψ(θ) − z‖ / size with size = ‖z‖ + ‖∇Ψ(0)‖ + ‖∇²Ψ(θ) θ‖. The last term is what
-    a relative error in θ makes of ∇Ψ; together they say below which level the gradient is rounding,
-    and none depends on the start. At least one iteration is made, so that a step too small for the
-    test is still taken.
+    The residual is ‖∇Ψ(θ) − z‖ / size with size = ‖z‖ + ‖∇Ψ(0)‖ + ‖∇²Ψ(θ) θ‖. The last term is the
+    effect of a relative error in θ on ∇Ψ. Together the terms give the level below which the
+    gradient is rounding error, and none depends on the start. At least one iteration is made, so
+    that a step too small for the test is still taken.
 
     Args:
         function: Ψ, strongly convex.
         dual: z.
-        init: where to start.
+        init: the start.
         tolerance: the residual to reach.
-        max_iterations: bound on the Newton iterations.
+        max_iterations: the largest number of Newton iterations.
     """
     value_and_grad = jax.value_and_grad(lambda theta: function(theta) - jnp.dot(dual, theta))
     gradient = jax.grad(function)
@@ -98,7 +98,7 @@ def solve_gradient_equation(
 
         def accepted(rate, value, grad):
             decrease = value <= state.value + _SUFFICIENT_DECREASE * rate * slope
-            # Strict, or the loop would call a step too small to change anything a success.
+            # Strictly, since a step too small to change anything is no success.
             decrease &= value < state.value
             return decrease | (norm(grad) <= 0.5 * grad_norm)
 
@@ -143,10 +143,11 @@ def solve_gradient_equation(
 def _conjugate_gradients(
     hessian: Callable[[jax.Array], jax.Array], target: jax.Array, accuracy: jax.Array
 ) -> jax.Array:
-    """d with ‖H d − target‖ ≤ accuracy, or the best found in p + 10 iterations.
+    """Returns d with ‖H d − target‖ ≤ accuracy, or the best found in p + 10 iterations.
 
-    Where rounding (or a function that is not convex) shows a curvature that is not positive, the
-    iteration ends with what it has; at the very start that is the steepest descent direction.
+    If rounding (or a function that is not convex) gives a curvature that is not positive, the
+    iteration ends with the current d; in the first iteration this is the steepest descent
+    direction.
     """
 
     def unfinished(carry):
@@ -171,78 +172,81 @@ def _conjugate_gradients(
     return jax.lax.while_loop(unfinished, iterate, start)[0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class ConvexMap:
-    """Ψ is the given function.
+class SmoothMap(abc.ABC):
+    """The base of maps that are defined by `value`; the rest follows by autodiff and Newton–CG.
 
-    Args:
-        function: Ψ: flat parameters -> scalar, a strongly convex JAX function that computes in the
-            dtype of its argument. (A convex loss becomes strongly convex by adding a ridge.) The
-            projection calls it in float64.
-        num_params: the length p of the parameter vector.
-        tolerance: the residual at which `inverse` and `step` count as converged; by default what
-            the dtype allows.
-        max_iterations: bound on the Newton iterations.
+    Attributes:
+        tolerance: the residual at which `inverse` and `step` count as converged. By default it
+            follows from the dtype.
+        max_iterations: the largest number of Newton iterations.
     """
 
-    function: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
-    num_params: int = dataclasses.field(metadata={"static": True})
-    tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
-    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
+    tolerance: float | None
+    max_iterations: int
+    num_params: Any
 
-    def __post_init__(self):
-        _validate.positive_integer(num_params=self.num_params, max_iterations=self.max_iterations)
-        if self.tolerance is not None:
-            _validate.positive(tolerance=self.tolerance)
-
-    def regularized(self, weight: float = 1.0) -> "ConvexMap":
-        """Ψ + ½ weight ‖θ‖²; weight = 1 is the Ψ̂ of the paper's appendix."""
-        _validate.positive(weight=weight)
-
-        def function(theta: jax.Array) -> jax.Array:
-            return self.function(theta) + 0.5 * weight * jnp.sum(theta**2)
-
-        return dataclasses.replace(self, function=function)
-
+    @abc.abstractmethod
     def value(self, theta: Any) -> jax.Array:
-        """Ψ(θ)."""
-        return self.function(as_vector(self.num_params, theta=theta))
+        """Returns Ψ(θ)."""
 
     def grad(self, theta: Any) -> jax.Array:
-        """∇Ψ(θ), by automatic differentiation."""
-        return jax.grad(self.function)(as_vector(self.num_params, theta=theta))
+        """Returns ∇Ψ(θ)."""
+        return jax.grad(self.value)(as_vector(self.num_params, theta=theta))
 
     def inverse(self, dual: Any, init: Any) -> Solution:
-        """(∇Ψ)⁻¹(dual) by Newton–CG from `init`."""
-        return invert(self, dual, init, self.tolerance, self.max_iterations)
+        """Returns (∇Ψ)⁻¹(dual), found by Newton–CG from `init`."""
+        init = as_vector(self.num_params, init=init)
+        dual = as_vector(self.num_params, dual=dual).astype(init.dtype)
+        tolerance = default_tolerance(init.dtype) if self.tolerance is None else self.tolerance
+        return _invert(self, dual, init, tolerance, self.max_iterations)
 
     def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """B_Ψ(θ, θ')."""
-        return bregman_divergence(self, theta, other)
+        """Computes B_Ψ(θ, θ') in float64; a negative rounding error becomes zero."""
+        theta = as_vector(self.num_params, theta=theta)
+        other = as_vector(self.num_params, other=other)
+
+        def from_definition(mirror_map: SmoothMap, theta: jax.Array, other: jax.Array) -> jax.Array:
+            left, right = theta.astype(jnp.float64), other.astype(jnp.float64)
+            linear = mirror_map.value(right) + jnp.dot(mirror_map.grad(right), left - right)
+            divergence = mirror_map.value(left) - linear
+            return jnp.where(divergence < 0, 0.0, divergence).astype(theta.dtype)
+
+        return float64_call(from_definition, self, theta, other)
 
     def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """(∇Ψ)⁻¹(∇Ψ(θ) − η g), started at θ."""
-        return dual_step(self, theta, grad, learning_rate)
+        """Returns (∇Ψ)⁻¹(∇Ψ(θ) − η g); the solver starts at θ."""
+        theta = as_vector(self.num_params, theta=theta)
+        grad = as_vector(self.num_params, grad=grad)
+        return self.inverse(self.grad(theta) - learning_rate * grad, theta)
 
     def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """The Bregman projection, in float64."""
-        return project_convex(self, theta, constraint)
+        """Computes the Bregman projection in float64.
+
+        The projection onto a ball solves ∇Ψ(x) + μ x = ∇Ψ(θ), with μ ≥ 0 such that ‖x‖ = r. As
+        ‖x(μ)‖ decreases in μ, a bracketing root finder gives μ; each evaluation is a Newton solve
+        that starts at the last solution.
+        """
+        theta = as_vector(self.num_params, theta=theta)
+        if isinstance(constraint, WholeSpace):
+            return closed_form(theta)
+        if not isinstance(constraint, Ball):
+            raise projection.refuse(constraint, type(self).__name__)
+        return _onto_ball(self, theta, as_float64(constraint.radius))
 
     def minimizer(self, constraint: Constraint) -> Solution:
-        """argmin over C of Ψ."""
-        return minimize_convex(self, constraint)
-
-
-def invert(
-    mirror_map: MirrorMap, dual: Any, init: Any, tolerance: float | None, max_iterations: int
-) -> Solution:
-    """(∇Ψ)⁻¹(dual) by Newton–CG, for any map with `value`."""
-    init = as_vector(mirror_map.num_params, init=init)
-    dual = as_vector(mirror_map.num_params, dual=dual).astype(init.dtype)
-    if tolerance is None:
-        tolerance = default_tolerance(init.dtype)
-    return _invert(mirror_map, dual, init, tolerance, max_iterations)
+        """Returns argmin over C of Ψ in float64, by projecting the unconstrained minimiser."""
+        dtype = jnp.result_type(float)
+        with jax.enable_x64(True):
+            zero = jnp.zeros(self.num_params)
+            free = self.inverse(zero, zero)
+            projected = self.project(free.params, constraint)
+            solution = Solution(
+                projected.params,
+                projected.converged & free.converged,
+                projected.num_iterations + free.num_iterations,
+                jnp.maximum(projected.residual, free.residual),
+            )
+            return rounded(solution, dtype)
 
 
 # Compiled here so that eager callers do not pay for a compilation at each call.
@@ -253,44 +257,9 @@ def _invert(mirror_map, dual, init, tolerance, max_iterations) -> Solution:
     )
 
 
-def dual_step(mirror_map: MirrorMap, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-    """The mirror step by way of the dual space, for any map."""
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    grad = as_vector(mirror_map.num_params, grad=grad)
-    return mirror_map.inverse(mirror_map.grad(theta) - learning_rate * grad, theta)
-
-
-def bregman_divergence(mirror_map: MirrorMap, theta: Any, other: Any) -> jax.Array:
-    """B_Ψ from its definition, in float64; rounding below zero is cut off."""
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    other = as_vector(mirror_map.num_params, other=other)
-
-    def from_definition(mirror_map: MirrorMap, theta: jax.Array, other: jax.Array) -> jax.Array:
-        left, right = theta.astype(jnp.float64), other.astype(jnp.float64)
-        linear = mirror_map.value(right) + jnp.dot(mirror_map.grad(right), left - right)
-        divergence = mirror_map.value(left) - linear
-        return jnp.where(divergence < 0, 0.0, divergence).astype(theta.dtype)
-
-    return float64_call(from_definition, mirror_map, theta, other)
-
-
-def project_convex(mirror_map: MirrorMap, theta: Any, constraint: Constraint) -> Solution:
-    """The Bregman projection for any smooth map, in float64.
-
-    Onto a ball: ∇Ψ(x) + μ x = ∇Ψ(θ), with μ ≥ 0 such that ‖x‖ = r. ‖x(μ)‖ decreases in μ, so one
-    bracketed root finds μ; each evaluation is a Newton solve, started at the last solution.
-    """
-    theta = as_vector(mirror_map.num_params, theta=theta)
-    if isinstance(constraint, WholeSpace):
-        return closed_form(theta)
-    if not isinstance(constraint, Ball):
-        raise projection.refuse(constraint, type(mirror_map).__name__)
-    return _onto_ball(mirror_map, theta, as_float64(constraint.radius))
-
-
 @jax.jit
-def _onto_ball(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> Solution:
-    def solve(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> Solution:
+def _onto_ball(mirror_map: SmoothMap, theta: jax.Array, radius: jax.Array) -> Solution:
+    def solve(mirror_map: SmoothMap, theta: jax.Array, radius: jax.Array) -> Solution:
         wide = theta.astype(jnp.float64)
         dual = mirror_map.grad(wide)
 
@@ -304,7 +273,7 @@ def _onto_ball(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> So
             point = solution.params
             return radius / jnp.linalg.norm(point) - 1, (point, solution.residual)
 
-        # Monotonicity of ∇Ψ gives μ‖x‖² ≤ ⟨∇Ψ(θ) − ∇Ψ(0), x⟩, so this μ is enough.
+        # This μ is large enough: monotonicity of ∇Ψ gives μ‖x‖² ≤ ⟨∇Ψ(θ) − ∇Ψ(0), x⟩.
         upper = jnp.linalg.norm(dual - mirror_map.grad(jnp.zeros_like(wide))) / radius
         start = (wide, jnp.zeros_like(upper))
         root = projection.increasing_root(mismatch, upper, start, tolerance=1e-10)
@@ -322,17 +291,39 @@ def _onto_ball(mirror_map: MirrorMap, theta: jax.Array, radius: jax.Array) -> So
     return float64_call(solve, mirror_map, theta, radius)
 
 
-def minimize_convex(mirror_map: MirrorMap, constraint: Constraint) -> Solution:
-    """argmin over C of Ψ in float64: the projection of the unconstrained minimiser."""
-    dtype = jnp.result_type(float)
-    with jax.enable_x64(True):
-        zero = jnp.zeros(mirror_map.num_params)
-        free = mirror_map.inverse(zero, zero)
-        projected = mirror_map.project(free.params, constraint)
-        solution = Solution(
-            projected.params,
-            projected.converged & free.converged,
-            projected.num_iterations + free.num_iterations,
-            jnp.maximum(projected.residual, free.residual),
-        )
-        return rounded(solution, dtype)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvexMap(SmoothMap):
+    """The map whose Ψ is the given function.
+
+    Args:
+        function: Ψ, from flat parameters to a scalar: a strongly convex JAX function that computes
+            in the dtype of its argument. (Adding a ridge makes a convex loss strongly convex.) The
+            projection calls it in float64.
+        num_params: the length p of the parameter vector.
+        tolerance: see `SmoothMap`.
+        max_iterations: see `SmoothMap`.
+    """
+
+    function: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
+    num_params: int = dataclasses.field(metadata={"static": True})
+    tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
+    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
+
+    def __post_init__(self):
+        _validate.positive_integer(num_params=self.num_params, max_iterations=self.max_iterations)
+        if self.tolerance is not None:
+            _validate.positive(tolerance=self.tolerance)
+
+    def regularized(self, weight: float = 1.0) -> "ConvexMap":
+        """Returns Ψ + ½ weight ‖θ‖²; weight = 1 gives the Ψ̂ of the paper's appendix."""
+        _validate.positive(weight=weight)
+
+        def function(theta: jax.Array) -> jax.Array:
+            return self.function(theta) + 0.5 * weight * jnp.sum(theta**2)
+
+        return dataclasses.replace(self, function=function)
+
+    def value(self, theta: Any) -> jax.Array:
+        """Returns Ψ(θ)."""
+        return self.function(as_vector(self.num_params, theta=theta))

@@ -1,4 +1,4 @@
-"""The Euclidean map ½‖θ‖²: mirror descent on it is DP-SGD, to the bit."""
+"""The Euclidean map ½‖θ‖², on which mirror descent is DP-SGD to the bit."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from mirrordp.privacy._float64 import float64_call
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EuclideanMap:
-    """Ψ(θ) = ½‖θ‖², whose gradient and inverse are the identity.
+    """The map Ψ(θ) = ½‖θ‖², whose gradient and inverse are the identity.
 
     Args:
         num_params: the length p of the parameter vector.
@@ -28,32 +28,32 @@ class EuclideanMap:
         _validate.positive_integer(num_params=self.num_params)
 
     def value(self, theta: Any) -> jax.Array:
-        """½‖θ‖²."""
+        """Returns ½‖θ‖²."""
         theta = as_vector(self.num_params, theta=theta)
         return 0.5 * jnp.sum(theta**2)
 
     def grad(self, theta: Any) -> jax.Array:
-        """θ."""
+        """Returns θ."""
         return as_vector(self.num_params, theta=theta)
 
     def inverse(self, dual: Any, init: Any = None) -> Solution:
-        """The dual point itself; `init` is ignored."""
+        """Returns the dual point itself; `init` is ignored."""
         del init
         return closed_form(as_vector(self.num_params, dual=dual))
 
     def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """½‖θ − θ'‖²."""
+        """Returns ½‖θ − θ'‖²."""
         return self.value(
             as_vector(self.num_params, theta=theta) - as_vector(self.num_params, other=other)
         )
 
     def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """θ − η g, computed as written."""
+        """Returns θ − η g, computed as written."""
         theta = as_vector(self.num_params, theta=theta)
         return closed_form(theta - learning_rate * as_vector(self.num_params, grad=grad))
 
     def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """The nearest point: θ · min(1, r/‖θ‖) for a ball."""
+        """Returns the nearest point, θ · min(1, r/‖θ‖) for a ball."""
         theta = as_vector(self.num_params, theta=theta)
         if isinstance(constraint, WholeSpace):
             return closed_form(theta)
@@ -69,5 +69,5 @@ class EuclideanMap:
         return float64_call(shrink, theta)
 
     def minimizer(self, constraint: Constraint) -> Solution:
-        """The origin."""
+        """Returns the origin."""
         return self.project(jnp.zeros(self.num_params), constraint)

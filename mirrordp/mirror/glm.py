@@ -1,11 +1,10 @@
 """Generalised linear models as mirror maps: logistic, multinomial and Poisson public losses.
 
 In: public features and targets. Out: a map whose Ψ is the public negative log-likelihood plus a
-ridge; the inverse map is found by Newton–CG with products by X and Xᵀ only.
+ridge. The inverse map is found by Newton–CG, which needs only products by X and Xᵀ.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,74 +12,62 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _validate
-from mirrordp.mirror import convex
-from mirrordp.mirror.base import Solution, as_float64, as_vector, finite_array
-from mirrordp.mirror.projection import Constraint
+from mirrordp.mirror import families
+from mirrordp.mirror.base import as_float64, as_vector, finite_array
+from mirrordp.mirror.convex import MAX_ITERATIONS, SmoothMap
+from mirrordp.mirror.families import Family
 from mirrordp.mirror.quadratic import RELATIVE_RIDGE
-
-
-def _log_one_plus_exp(scores: jax.Array) -> jax.Array:
-    return jax.nn.softplus(scores[:, 0])
-
-
-def _log_sum_exp(scores: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(scores, axis=1)
-
-
-def _exp(scores: jax.Array) -> jax.Array:
-    return jnp.exp(scores[:, 0])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class GLMMap:
-    """Ψ(θ) = s (1/n Σ_i (A(u_i) − ⟨y_i, u_i⟩) + ½ ridge ‖θ‖²), with scores u_i = Θᵀ x_i.
+class GLMMap(SmoothMap):
+    """The map Ψ(θ) = s (1/n Σ_i (A(u_i) − ⟨y_i, u_i⟩) + ½ ridge ‖θ‖²), with u_i = Θᵀ x_i.
 
-    A is the cumulant function: log(1 + eᵘ), log Σ eᵘ or eᵘ. Θ is θ reshaped to (d, m), features
-    times outputs; m is the number of classes in the multinomial case and otherwise 1. An intercept
-    is a column of ones in the features. Build a map with `logistic`, `multinomial` or `poisson`.
+    A is the family's cumulant function: log(1 + eᵘ), log Σ eᵘ or eᵘ. Θ is θ reshaped to (d, m),
+    features times outputs; m is the number of classes in the multinomial case and otherwise 1. An
+    intercept is a column of ones in the features. Build a map with `logistic`, `multinomial` or
+    `poisson`.
 
-    The ridge makes Ψ strongly convex; s = 1/ridge bounds the inverse Hessian by the identity, which
-    is the paper's scaling for linear regression carried over.
+    The ridge makes Ψ strongly convex. The choice s = 1/ridge bounds the inverse Hessian by the
+    identity, as the paper's scaling does for linear regression.
 
     Attributes:
         features: X, shape (n, d).
         targets: y, shape (n, m).
-        cumulant: A, from (n, m) scores to n values.
-        ridge: weight of ½‖θ‖².
+        family: the family of the loss, which defines A.
+        ridge: the weight of ½‖θ‖².
         scale: s.
-        tolerance: the residual at which `inverse` and `step` count as converged; by default what
-            the dtype allows.
-        max_iterations: bound on the Newton iterations.
+        tolerance: see `SmoothMap`.
+        max_iterations: see `SmoothMap`.
     """
 
     features: jax.Array
     targets: jax.Array
-    cumulant: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
+    family: Family = dataclasses.field(metadata={"static": True})
     ridge: float = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     tolerance: float | None = dataclasses.field(default=None, metadata={"static": True})
-    max_iterations: int = dataclasses.field(
-        default=convex.MAX_ITERATIONS, metadata={"static": True}
-    )
+    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
 
     @classmethod
     def logistic(
         cls, features: Any, labels: Any, *, ridge: float | None = None, scale: float = 1.0
     ) -> "GLMMap":
-        """The logistic loss for labels 0 and 1.
+        """Makes the map of the logistic loss for labels 0 and 1.
 
         Args:
             features: X, shape (n, d).
             labels: n zeros and ones.
-            ridge: positive. Default: `RELATIVE_RIDGE` times the mean eigenvalue of the Hessian at
-                θ = 0 (the mean, because it is a trace; the median would need all eigenvalues).
+            ridge: a positive number. The default is `RELATIVE_RIDGE` times the mean eigenvalue of
+                the Hessian at θ = 0. (The mean follows from the trace; the median would need all
+                eigenvalues.)
             scale: s.
         """
         y = finite_array(1, labels=labels)
         if not np.isin(y, (0.0, 1.0)).all():
             raise ValueError(f"labels must be 0 or 1, got {np.unique(y)[:5]}. Encode them first.")
-        return cls._build(features, y[:, None], _log_one_plus_exp, 0.25, ridge, scale)
+        return cls._build(features, y[:, None], families.LOGISTIC, 0.25, ridge, scale)
 
     @classmethod
     def multinomial(
@@ -92,12 +79,14 @@ class GLMMap:
         ridge: float | None = None,
         scale: float = 1.0,
     ) -> "GLMMap":
-        """The softmax loss for labels 0, ..., num_classes − 1; θ has d · num_classes entries.
+        """Makes the map of the softmax loss for labels 0, ..., num_classes − 1.
+
+        Its θ has d · num_classes entries.
 
         Args:
             features: X, shape (n, d).
             labels: n integers.
-            num_classes: m; a class may be absent from the public labels.
+            num_classes: m. A class may be absent from the public labels.
             ridge: as in `logistic`.
             scale: s.
         """
@@ -105,17 +94,18 @@ class GLMMap:
         y = finite_array(1, labels=labels)
         if not np.isin(y, np.arange(num_classes)).all():
             raise ValueError(
-                f"labels must be integers from 0 to {num_classes - 1}, got {np.unique(y)[:5]}."
+                f"labels must be integers from 0 to {num_classes - 1}, got {np.unique(y)[:5]}. "
+                "Encode them first."
             )
         spread = (1 - 1 / num_classes) / num_classes
         one_hot = np.eye(num_classes)[y.astype(int)]
-        return cls._build(features, one_hot, _log_sum_exp, spread, ridge, scale)
+        return cls._build(features, one_hot, families.MULTINOMIAL, spread, ridge, scale)
 
     @classmethod
     def poisson(
         cls, features: Any, counts: Any, *, ridge: float | None = None, scale: float = 1.0
     ) -> "GLMMap":
-        """The Poisson loss with logarithmic link for counts ≥ 0.
+        """Makes the map of the Poisson loss with logarithmic link for counts ≥ 0.
 
         Args:
             features: X, shape (n, d).
@@ -125,23 +115,23 @@ class GLMMap:
         """
         y = finite_array(1, counts=counts)
         if (y < 0).any():
-            raise ValueError(f"counts must be non-negative, got {y.min()}.")
-        return cls._build(features, y[:, None], _exp, 1.0, ridge, scale)
+            raise ValueError(f"counts must be non-negative, got {y.min()}. Drop such rows.")
+        return cls._build(features, y[:, None], families.POISSON, 1.0, ridge, scale)
 
     @classmethod
-    def _build(cls, features, targets, cumulant, curvature, ridge, scale) -> "GLMMap":
+    def _build(cls, features, targets, family, curvature, ridge, scale) -> "GLMMap":
         x = finite_array(2, features=features)
         if len(x) != len(targets):
             raise ValueError(
-                f"features and targets must have equally many rows, got {len(x)} and "
-                f"{len(targets)}."
+                f"features and targets must have the same number of rows, got {len(x)} and "
+                f"{len(targets)}. Pass one target per row."
             )
         if ridge is None:
             ridge = RELATIVE_RIDGE * curvature * float(np.mean(x**2))
             if ridge == 0:
-                raise ValueError("features must not all be zero: they define no geometry.")
+                raise ValueError("features must not all be zero: zeros define no geometry.")
         _validate.positive(ridge=ridge, scale=scale)
-        return cls(as_float64(x), as_float64(targets), cumulant, float(ridge), float(scale))
+        return cls(as_float64(x), as_float64(targets), family, float(ridge), float(scale))
 
     @property
     def num_params(self) -> int:
@@ -149,39 +139,15 @@ class GLMMap:
         return self.features.shape[1] * self.targets.shape[1]
 
     def regularized(self, weight: float = 1.0) -> "GLMMap":
-        """Ψ + ½ weight ‖θ‖²; weight = 1 is the Ψ̂ of the paper's appendix."""
+        """Returns Ψ + ½ weight ‖θ‖²; weight = 1 gives the Ψ̂ of the paper's appendix."""
         _validate.positive(weight=weight)
         return dataclasses.replace(self, ridge=self.ridge + weight / self.scale)
 
     def value(self, theta: Any) -> jax.Array:
-        """Ψ(θ)."""
+        """Returns Ψ(θ)."""
         theta = as_vector(self.num_params, theta=theta)
         x, y = self.features.astype(theta.dtype), self.targets.astype(theta.dtype)
         matrix = theta.reshape(x.shape[1], y.shape[1])
         scores = jnp.matmul(x, matrix, precision=jax.lax.Precision.HIGHEST)
-        loss = jnp.mean(self.cumulant(scores) - jnp.sum(y * scores, axis=1))
+        loss = jnp.mean(self.family.loss(scores, y))
         return self.scale * (loss + 0.5 * self.ridge * jnp.sum(theta**2))
-
-    def grad(self, theta: Any) -> jax.Array:
-        """∇Ψ(θ), by automatic differentiation."""
-        return jax.grad(self.value)(as_vector(self.num_params, theta=theta))
-
-    def inverse(self, dual: Any, init: Any) -> Solution:
-        """(∇Ψ)⁻¹(dual) by Newton–CG from `init`."""
-        return convex.invert(self, dual, init, self.tolerance, self.max_iterations)
-
-    def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """B_Ψ(θ, θ')."""
-        return convex.bregman_divergence(self, theta, other)
-
-    def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """(∇Ψ)⁻¹(∇Ψ(θ) − η g), started at θ."""
-        return convex.dual_step(self, theta, grad, learning_rate)
-
-    def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """The Bregman projection, in float64."""
-        return convex.project_convex(self, theta, constraint)
-
-    def minimizer(self, constraint: Constraint) -> Solution:
-        """argmin over C of Ψ."""
-        return convex.minimize_convex(self, constraint)

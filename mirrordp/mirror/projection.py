@@ -1,7 +1,7 @@
 """Constraint sets, and Bregman projections onto them for quadratic Ψ.
 
 In: a point in the eigenbasis of the Hessian of Ψ. Out: the point of the set that is nearest in
-B_Ψ. By Lagrange duality each projection is a root of one increasing function of one multiplier (two
+B_Ψ. By Lagrange duality each projection is a root of an increasing function of one multiplier (two
 nested ones for `TheoremSet`), found by bracketing in float64.
 """
 
@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from mirrordp import _validate
 
 TOLERANCE = 1e-8
-"""Largest relative mismatch of an active constraint that still counts as solved."""
+"""The largest relative mismatch of an active constraint that still counts as solved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeSpace:
-    """No constraint."""
+    """The set of all parameters: no constraint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ball:
-    """{θ: ‖θ‖ ≤ r}.
+    """The ball {θ: ‖θ‖ ≤ r}.
 
     Args:
         radius: r.
@@ -45,7 +45,7 @@ class TheoremSet:
         {θ: ‖θ‖ ≤ r,  ‖∇Ψ(θ)‖ ≤ c √(log(1/δ) / n_pub)}.
 
     Ψ is the public loss itself (ridge included), not the rescaled one. For other losses the set
-    need not be convex, so other maps refuse it.
+    need not be convex, so that other maps refuse it.
 
     Args:
         radius: r, a bound on the norm of the population minimiser.
@@ -66,7 +66,7 @@ class TheoremSet:
 
     @property
     def gradient_bound(self) -> float:
-        """c √(log(1/δ) / n_pub)."""
+        """The bound c √(log(1/δ) / n_pub)."""
         return self.constant * math.sqrt(math.log(1 / self.delta) / self.num_public)
 
 
@@ -74,7 +74,7 @@ Constraint: TypeAlias = WholeSpace | Ball | TheoremSet
 
 
 def refuse(constraint: Any, map_name: str) -> TypeError:
-    """The error for a constraint that a map cannot project onto."""
+    """Returns the error for a constraint that a map cannot project onto."""
     if isinstance(constraint, TheoremSet):
         return TypeError(
             f"TheoremSet is defined for QuadraticMap only, got {map_name}: for other maps the set "
@@ -86,10 +86,10 @@ def refuse(constraint: Any, map_name: str) -> TypeError:
 
 
 class Root(NamedTuple):
-    """A root of an increasing function, and the function's last value and by-product there.
+    """A root of an increasing function, with the function's last value and by-product there.
 
-    At a multiplier of zero, where the function is already positive, `value` is zero: a constraint
-    that is slack has no mismatch.
+    If the function is already positive at zero, `value` is zero: a constraint that is slack has no
+    mismatch.
     """
 
     point: jax.Array
@@ -115,20 +115,22 @@ def increasing_root(
     tolerance: float = 1e-14,
     max_iterations: int = 200,
 ) -> Root:
-    """Where an increasing function crosses zero on [0, ∞), by the Illinois method.
+    """Finds where an increasing function crosses zero on [0, ∞), by the Illinois method.
 
-    Regula falsi that halves the value of an end point kept twice: the bracket is never lost and the
-    convergence is superlinear. Meant for r/‖θ(μ)‖ − 1, which is nearly linear in μ.
+    This is regula falsi that halves the value of an end point that was kept twice: the bracket is
+    never lost, and the convergence is superlinear. It is meant for r/‖θ(μ)‖ − 1, which is nearly
+    linear in μ.
 
     Args:
-        function: maps (point, aux) to (value, aux); aux is handed from call to call (warm starts).
-        upper: a guess of a point where the function is not negative; grown until it is one.
-        aux: the first by-product; fixes shapes and dtypes.
-        tolerance: stop at |value| ≤ tolerance.
-        max_iterations: stop after so many evaluations.
+        function: maps (point, aux) to (value, aux). Each call gets the aux of the last one, which
+            allows warm starts.
+        upper: a guess of a point where the function is not negative; it grows until it is one.
+        aux: the first by-product, which fixes shapes and dtypes.
+        tolerance: the search stops at |value| ≤ tolerance.
+        max_iterations: the largest number of evaluations.
 
     Returns:
-        The root; 0 if the function is not negative there.
+        The root, which is 0 if the function is not negative there.
     """
 
     def unfinished(carry):
@@ -137,13 +139,13 @@ def increasing_root(
         wide = ~bracket.found | (width > 4 * jnp.finfo(upper.dtype).eps * bracket.high)
         return (jnp.abs(root.value) > tolerance) & wide & (root.num_iterations < max_iterations)
 
-    # One loop body for the value at 0, the search for an upper end and the iteration proper: the
-    # function may hold a whole solver, which is then compiled once.
+    # The value at 0, the search for an upper end and the iteration itself share one loop body, so
+    # that a function that contains a whole solver is compiled once.
     def improve(carry):
         root, (low, low_value, high, high_value, found, last_side) = carry
         first = root.num_iterations == 0
         secant = (low * high_value - high * low_value) / (high_value - low_value)
-        # Rounding can put the secant point outside; where it does, bisect.
+        # If rounding puts the secant point outside of the bracket, bisect.
         secant = jnp.where((secant > low) & (secant < high), secant, 0.5 * (low + high))
         point = jnp.where(first, 0.0, jnp.where(found, secant, high))
         value, aux = function(point, root.aux)
@@ -178,18 +180,18 @@ class Projected(NamedTuple):
 
 
 def _solve_ball(weighted: jax.Array, curvature: jax.Array, radius: jax.Array | float) -> Root:
-    """The μ ≥ 0 with ‖weighted / (curvature + μ)‖ ≤ r, tight unless μ = 0; aux is that vector."""
+    """Finds μ ≥ 0 with ‖weighted / (curvature + μ)‖ ≤ r, tight unless μ = 0; aux is the vector."""
 
     def mismatch(multiplier, _):
         point = weighted / (curvature + multiplier)
         return radius / jnp.linalg.norm(point) - 1, point
 
-    # ‖weighted / (curvature + μ)‖ ≤ ‖weighted‖ / μ, so this μ is enough.
+    # This μ is large enough: ‖weighted / (curvature + μ)‖ ≤ ‖weighted‖ / μ.
     return increasing_root(mismatch, jnp.linalg.norm(weighted) / radius, weighted)
 
 
 def onto_ball(point: jax.Array, eigenvalues: jax.Array, radius: jax.Array | float) -> Projected:
-    """argmin of ½ Σ λ_i (x_i − a_i)² over ‖x‖ ≤ r: x_i = λ_i a_i / (λ_i + μ)."""
+    """Minimises ½ Σ λ_i (x_i − a_i)² over ‖x‖ ≤ r, by x_i = λ_i a_i / (λ_i + μ)."""
     root = _solve_ball(eigenvalues * point, eigenvalues, radius)
     inside = root.point == 0
     return Projected(jnp.where(inside, point, root.aux), root.num_iterations, jnp.abs(root.value))
@@ -198,7 +200,7 @@ def onto_ball(point: jax.Array, eigenvalues: jax.Array, radius: jax.Array | floa
 def smallest_gradient_norm(
     center: jax.Array, eigenvalues: jax.Array, radius: jax.Array | float
 ) -> jax.Array:
-    """The least ‖H (x − c)‖ over ‖x‖ ≤ r; above the gradient bound the theorem's set is empty."""
+    """Returns the least ‖H (x − c)‖ over ‖x‖ ≤ r; above the gradient bound the set is empty."""
     nearest = onto_ball(center, eigenvalues**2, radius).coordinates
     return jnp.linalg.norm(eigenvalues * (nearest - center))
 
@@ -210,11 +212,11 @@ def onto_theorem_set(
     radius: jax.Array,
     gradient_bound: jax.Array,
 ) -> Projected:
-    """argmin of ½ Σ λ_i (x_i − a_i)² over ‖x‖ ≤ r and ‖H (x − c)‖ ≤ b.
+    """Minimises ½ Σ λ_i (x_i − a_i)² over ‖x‖ ≤ r and ‖H (x − c)‖ ≤ b.
 
     Stationarity with multipliers μ, ν ≥ 0 gives x_i = (λ_i a_i + ν λ_i² c_i) / (λ_i + μ + ν λ_i²).
-    For each ν the inner problem finds μ(ν). The dual function is concave, so the gradient
-    constraint's value at (μ(ν), ν) is monotone in ν and an outer bracket finds ν.
+    For each ν the inner problem finds μ(ν). The dual function is concave, so that the gradient
+    constraint's value at (μ(ν), ν) is monotone in ν, and an outer bracket finds ν.
     """
 
     def mismatch(nu, _):
@@ -224,10 +226,10 @@ def onto_theorem_set(
         gradient = jnp.linalg.norm(eigenvalues * (root.aux - center))
         return gradient_bound / gradient - 1, (root.aux, jnp.abs(root.value))
 
-    # Without the ball ν = (‖H(a − c)‖/b − 1)/λ_min is enough; with it ν may have to grow further.
+    # Without the ball ν = (‖H(a − c)‖/b − 1)/λ_min is enough; with it ν may have to be larger.
     distance = jnp.linalg.norm(eigenvalues * (point - center))
     upper = jnp.maximum(distance / gradient_bound, 1.0) / jnp.min(eigenvalues)
-    # The inner solution is exact to about 1e-14, so that the outer value is not better than this.
+    # The inner solution is exact to about 1e-14, which limits the accuracy of the outer value.
     root = increasing_root(mismatch, upper, (point, jnp.zeros_like(upper)), tolerance=1e-12)
     coordinates, ball_residual = root.aux
     # With μ = ν = 0 the formula returns a up to rounding; a point inside must not move at all.

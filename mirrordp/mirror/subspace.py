@@ -1,4 +1,4 @@
-"""The low-rank public-subspace map: noisy gradients projected onto public directions.
+"""The low-rank public-subspace map, which projects noisy gradients onto public directions.
 
 In: k directions found on public data. Out: a map whose step keeps the part of the gradient (and of
 the noise) inside their span and damps the rest by ρ. At ρ = 0 this is the projected DP-SGD of Zhou,
@@ -33,15 +33,16 @@ from mirrordp.privacy._float64 import float64_call
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SubspaceMap:
-    """Ψ(θ) = ½ (θ − c)ᵀ (P + (I − P)/ρ) (θ − c), with P the projector onto public directions.
+    """The map Ψ(θ) = ½ (θ − c)ᵀ (P + (I − P)/ρ) (θ − c); P projects onto public directions.
 
     The step is θ − η (P g + ρ (I − P) g).
 
-    ρ = 0 is the exact limit, not a small number. Ψ is then ½‖P(θ − c)‖² on the affine set c + im P
-    and infinite elsewhere; a step never leaves this set. `value`, `grad` and `divergence` look at
-    the component in im P alone, which on that set determines them: ∇Ψ(θ) = P(θ − c), (∇Ψ)⁻¹(z) =
-    c + Pz. The projection onto a ball keeps the component outside im P (and shrinks it only where
-    it alone is longer than the radius), as the limit of the projections for ρ → 0 does.
+    ρ = 0 stands for the exact limit, not for a small number. Ψ is then ½‖P(θ − c)‖² on the affine
+    set c + im P and infinite elsewhere; a step never leaves this set. `value`, `grad` and
+    `divergence` use the component in im P alone, which determines them on that set: ∇Ψ(θ) =
+    P(θ − c), (∇Ψ)⁻¹(z) = c + Pz. The projection onto a ball keeps the component outside im P (and
+    shrinks it only if it alone is longer than the radius), as the limit of the projections for
+    ρ → 0 does.
 
     Attributes:
         basis: orthonormal columns that span im P, shape (p, k).
@@ -57,21 +58,22 @@ class SubspaceMap:
     def from_directions(
         cls, directions: Any, rank: int, *, rho: float = 0.0, center: Any | None = None
     ) -> "SubspaceMap":
-        """The span of the top right singular vectors of public directions.
+        """Makes the map of the span of the top right singular vectors of public directions.
 
         Args:
             directions: public per-example gradients or features, one per row, shape (m, p); not
                 centred, so that their mean counts as a direction.
-            rank: k, how many singular vectors to keep.
-            rho: ρ, what is left of a gradient outside the span.
-            center: c; the origin by default.
+            rank: k, the number of singular vectors to keep.
+            rho: ρ, the factor of a gradient outside the span.
+            center: c, by default the origin.
         """
         rows = finite_array(2, directions=directions)
         _validate.positive_integer(rank=rank)
         _validate.non_negative(rho=rho)
         if rho > 1:
             raise ValueError(
-                f"rho must be at most 1, got {rho!r}: above 1 it amplifies the rest of the space."
+                f"rho must be at most 1, got {rho!r}. Above 1 it would amplify the gradient "
+                "outside the span."
             )
         p = rows.shape[1]
         start = np.zeros(p) if center is None else finite_array(1, center=center)
@@ -93,11 +95,11 @@ class SubspaceMap:
         return self.basis.shape[0]
 
     def along(self, vector: jax.Array) -> jax.Array:
-        """P vector."""
+        """Returns P vector."""
         return matvec(self.basis, matvec(self.basis.T, vector))
 
     def value(self, theta: Any) -> jax.Array:
-        """Ψ(θ)."""
+        """Returns Ψ(θ)."""
         theta = as_vector(self.num_params, theta=theta)
         return self._half_square(theta - self.center.astype(theta.dtype))
 
@@ -109,37 +111,37 @@ class SubspaceMap:
         return inside + 0.5 * jnp.sum((shift - along) ** 2) / self.rho
 
     def grad(self, theta: Any) -> jax.Array:
-        """∇Ψ(θ) = (P + (I − P)/ρ)(θ − c)."""
+        """Returns ∇Ψ(θ) = (P + (I − P)/ρ)(θ − c)."""
         theta = as_vector(self.num_params, theta=theta)
         shift = theta - self.center.astype(theta.dtype)
         along = self.along(shift)
         return along if self.rho == 0 else along + (shift - along) / self.rho
 
     def _damp(self, vector: jax.Array) -> jax.Array:
-        """(P + ρ (I − P)) vector."""
+        """Returns (P + ρ (I − P)) vector."""
         along = self.along(vector)
         return along if self.rho == 0 else along + self.rho * (vector - along)
 
     def inverse(self, dual: Any, init: Any = None) -> Solution:
-        """(∇Ψ)⁻¹(z) = c + P z + ρ (I − P) z; `init` is ignored."""
+        """Returns (∇Ψ)⁻¹(z) = c + P z + ρ (I − P) z; `init` is ignored."""
         del init
         dual = as_vector(self.num_params, dual=dual)
         return closed_form(self.center.astype(dual.dtype) + self._damp(dual))
 
     def divergence(self, theta: Any, other: Any) -> jax.Array:
-        """B_Ψ(θ, θ') = Ψ(c + θ − θ'), a sum of squares."""
+        """Returns B_Ψ(θ, θ') = Ψ(c + θ − θ'), a sum of squares."""
         theta = as_vector(self.num_params, theta=theta)
         other = as_vector(self.num_params, other=other)
         return self._half_square(theta - other)
 
     def step(self, theta: Any, grad: Any, learning_rate: Any) -> Solution:
-        """θ − η (P g + ρ (I − P) g)."""
+        """Returns θ − η (P g + ρ (I − P) g)."""
         theta = as_vector(self.num_params, theta=theta)
         grad = as_vector(self.num_params, grad=grad)
         return closed_form(theta - learning_rate * self._damp(grad))
 
     def project(self, theta: Any, constraint: Constraint) -> Solution:
-        """The Bregman projection, in float64; at ρ = 0 the limit that the class describes."""
+        """Returns the Bregman projection, in float64; ρ = 0 gives the limit described above."""
         theta = as_vector(self.num_params, theta=theta)
         if isinstance(constraint, WholeSpace):
             return closed_form(theta)
@@ -148,7 +150,7 @@ class SubspaceMap:
         return _onto_ball(self, theta, constraint.radius)
 
     def minimizer(self, constraint: Constraint) -> Solution:
-        """argmin over C of Ψ: the projection of c."""
+        """Returns argmin over C of Ψ, the projection of c."""
         return project_float64(self, self.center, constraint)
 
 
@@ -159,7 +161,7 @@ def _onto_ball(mirror_map: SubspaceMap, theta: jax.Array, radius: float) -> Solu
         wide = theta.astype(jnp.float64)
         along = mirror_map.along(wide)
         rest = wide - along
-        # Two eigenvalues, so the problem is that of the two lengths.
+        # There are two eigenvalues, so that the problem is one of the two lengths.
         lengths = jnp.stack([jnp.linalg.norm(along), jnp.linalg.norm(rest)])
         if mirror_map.rho == 0:
             kept = jnp.minimum(lengths[1], radius)

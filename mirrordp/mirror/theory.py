@@ -1,14 +1,14 @@
-"""The paper's theory of linear regression as numbers.
+"""The paper's theory of linear regression in numbers.
 
 In: the eigenvalues λ_i of the Hessian (of the population loss for the bounds, of the scaled public
 loss for the noise of a step), sample sizes and privacy parameters. Out: χ and the excess-risk
 bounds of the theorem on linear regression, the step sizes and step count of its proof, the noise
 per direction of the theorem on local noise stability, Gaussian widths, and Algorithm 1's noise
-scale. `docs/theory.md` shows them against measurements.
+scale. `docs/theory.md` compares them with measurements.
 
 Bounds are stated up to a constant and up to factors polylogarithmic in n_priv, n_pub and λ_min,
-which the paper hides in Õ(·): compare their growth and their ratios, not their values. log(1/δ) is
-not hidden and is part of the result.
+which the paper hides in Õ(·). Compare their growth and their ratios, not their values. The factor
+log(1/δ) is not hidden; it is part of the result.
 """
 
 import math
@@ -25,28 +25,28 @@ def _positive_vector(**values: Any) -> np.ndarray:
     array = np.asarray(value, np.float64)
     if array.ndim != 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
         raise ValueError(
-            f"{name} must be a non-empty list of positive finite numbers, got {value!r}. A Hessian "
-            "without full rank needs a ridge."
+            f"{name} must be a non-empty list of positive finite numbers, got {value!r}. Add a "
+            "ridge to a Hessian without full rank."
         )
     return array
 
 
 def _theorem_radii(eigenvalues: np.ndarray, num_public: int, delta: float) -> np.ndarray:
-    """Half-axes min{1, √(log(1/δ)/n_pub) / λ_i} of the ellipsoid that encloses the theorem's C."""
+    """Returns half-axes min{1, √(log(1/δ)/n_pub) / λ_i} of an ellipsoid that encloses C."""
     return np.minimum(1.0, math.sqrt(math.log(1 / delta) / num_public) / eigenvalues)
 
 
 def chi(eigenvalues: Any, num_public: int, delta: float) -> float:
-    """χ of the theorem on linear regression:
+    """Returns χ of the theorem on linear regression:
 
         χ = max{1/λ_min, λ_max n_pub} · Σ_i min{1, log(1/δ) / (λ_i² n_pub)}.
 
     The first factor is one over the strong convexity of Ψ in the norm of C (without its log(1/δ)),
-    the second the squared Gaussian width of C. For λ_i = 1/p throughout and n_pub ≈ p it is p²; for
-    one eigenvalue 1/p^1.5 and n_pub = p^c with 2 ≤ c ≤ 2.5 it is p^(4.5 − c).
+    and the second is the squared Gaussian width of C. If all λ_i = 1/p and n_pub ≈ p, then χ is p².
+    If one eigenvalue is 1/p^1.5 and n_pub = p^c with 2 ≤ c ≤ 2.5, then χ is p^(4.5 − c).
 
     Args:
-        eigenvalues: λ, of the Hessian of the population loss.
+        eigenvalues: λ, the eigenvalues of the Hessian of the population loss.
         num_public: n_pub.
         delta: δ.
     """
@@ -61,8 +61,8 @@ class ExcessRiskBound(NamedTuple):
     """The two terms of an excess-risk bound, each up to the constants that Õ(·) hides.
 
     Attributes:
-        privacy: what the noise costs; falls as 1/n_priv².
-        sampling: what the finite private sample costs; the same with and without public data.
+        privacy: the cost of the noise, which falls as 1/n_priv².
+        sampling: the cost of the finite private sample, the same with and without public data.
     """
 
     privacy: float
@@ -70,17 +70,17 @@ class ExcessRiskBound(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum of both."""
+        """The sum of both terms."""
         return self.privacy + self.sampling
 
 
 def excess_risk_bound_pda(
     eigenvalues: Any, *, num_public: int, num_private: int, epsilon: float, delta: float
 ) -> ExcessRiskBound:
-    """The bound of PDA-DPMD: χ log(1/δ)/(ε n_priv)² + 1/(λ_min n_priv).
+    """Returns the bound of PDA-DPMD, χ log(1/δ)/(ε n_priv)² + 1/(λ_min n_priv).
 
     Args:
-        eigenvalues: λ, of the Hessian of the population loss.
+        eigenvalues: λ, the eigenvalues of the Hessian of the population loss.
         num_public: n_pub.
         num_private: n_priv.
         epsilon: ε.
@@ -92,12 +92,12 @@ def excess_risk_bound_pda(
 def excess_risk_bound_dpsgd(
     eigenvalues: Any, *, num_private: int, epsilon: float, delta: float
 ) -> ExcessRiskBound:
-    """The bound of DP-SGD: p log(1/δ)/(λ_min (ε n_priv)²) + 1/(λ_min n_priv).
+    """Returns the bound of DP-SGD, p log(1/δ)/(λ_min (ε n_priv)²) + 1/(λ_min n_priv).
 
-    The paper leaves log(1/δ) out here; it is written so that the two bounds compare like with like.
+    The paper leaves log(1/δ) out here. It is included so that the two bounds can be compared.
 
     Args:
-        eigenvalues: λ, of the Hessian of the population loss; p of them.
+        eigenvalues: λ, the p eigenvalues of the Hessian of the population loss.
         num_private: n_priv.
         epsilon: ε.
         delta: δ.
@@ -120,17 +120,17 @@ def _bound(eigenvalues, factor, num_private, epsilon, delta) -> ExcessRiskBound:
 def predicted_noise(
     coefficients: Any, eigenvalues: Any, *, learning_rate: float, noise_stddev: float
 ) -> float:
-    """How far the noise of one step moves θ along a direction v = Σ a_i v_i, on average:
+    """Returns how far the noise of one step moves θ along v = Σ a_i v_i, on average:
 
         E|⟨θ̂ − θ̄, v⟩| = η σ √(2/π · Σ_i (a_i/λ_i)²)
 
-    (the theorem on local noise stability), where θ̂ is the iterate with noise, θ̄ without. DP-SGD has
-    λ_i = 1: η σ √(2/π) in every direction.
+    (the theorem on local noise stability), where θ̂ is the iterate with noise and θ̄ the one without.
+    DP-SGD has λ_i = 1, which gives η σ √(2/π) in every direction.
 
     Args:
         coefficients: a, the direction in the eigenbasis; a unit vector for the paper's statement.
-        eigenvalues: λ, of the Hessian that the step divides by: with the map's scale, as in
-            `QuadraticMap.scaled_eigenvalues`.
+        eigenvalues: λ, the eigenvalues of the Hessian that the step divides by, with the map's
+            scale as in `QuadraticMap.scaled_eigenvalues`.
         learning_rate: η.
         noise_stddev: σ, the standard deviation of each coordinate of the gradient's noise.
     """
@@ -138,7 +138,7 @@ def predicted_noise(
     weights = np.asarray(coefficients, np.float64)
     if weights.shape != values.shape:
         raise ValueError(
-            f"coefficients must have one entry per eigenvalue: shape {values.shape}, got "
+            f"coefficients must have one entry per eigenvalue, shape {values.shape}, got shape "
             f"{weights.shape}."
         )
     _validate.positive(learning_rate=learning_rate)
@@ -149,7 +149,7 @@ def predicted_noise(
 def predicted_noise_per_direction(
     eigenvalues: Any, *, learning_rate: float, noise_stddev: float
 ) -> np.ndarray:
-    """`predicted_noise` along each eigenvector: η σ √(2/π) / λ_i.
+    """Returns `predicted_noise` along each eigenvector, η σ √(2/π) / λ_i.
 
     Args:
         eigenvalues: λ, as in `predicted_noise`.
@@ -163,14 +163,14 @@ def predicted_noise_per_direction(
 
 
 def gaussian_width_ellipsoid(radii: Any) -> float:
-    """The Gaussian width E max_{x ∈ Q} ⟨g, x⟩ = E √(Σ r_i² g_i²) of an ellipsoid, g ~ N(0, I).
+    """Returns the Gaussian width E max_{x ∈ Q} ⟨g, x⟩ = E √(Σ r_i² g_i²) of an ellipsoid Q.
 
-    The exact value, not the estimate √(Σ r_i²) that the paper works with; it lies between √(2/π)
-    times that estimate (one axis) and the estimate (many equal axes). Computed from
+    Here g ~ N(0, I). The result is the exact value, not the paper's estimate √(Σ r_i²); it lies
+    between √(2/π) times that estimate (one axis) and the estimate (many equal axes). It is found by
 
         E √S = 1/(2√π) ∫_0^∞ (1 − E e^{−sS}) s^{−3/2} ds,   E e^{−sS} = Π_i (1 + 2 s r_i²)^{−1/2},
 
-    by the trapezoidal rule in log s, which for this integrand is exact to about 1e-12.
+    with the trapezoidal rule in log s, which is exact to about 1e-12 for this integrand.
 
     Args:
         radii: the half-axes r_i ≥ 0.
@@ -182,7 +182,7 @@ def gaussian_width_ellipsoid(radii: Any) -> float:
     if estimate == 0:
         return 0.0
     squares = (axes / estimate) ** 2
-    # The integrand falls as e^{−|u|/2} both ways: at ±64 it is 1e-14 of its peak.
+    # The integrand falls as e^{−|u|/2} on both sides: at ±64 it is 1e-14 of its peak.
     spacing = 0.25
     log_s = np.arange(-64.0, 64.0, spacing)
     log_laplace = np.array([-0.5 * np.sum(np.log1p(2 * s * squares)) for s in np.exp(log_s)])
@@ -198,7 +198,7 @@ class TheoremSchedule(NamedTuple):
         strong_convexity: Δ, of Ψ in the norm of C.
         radius: ‖C‖, the longest half-axis.
         gaussian_width: G_C, as the proof bounds it: √(Σ r_i²).
-        scale: of the map that the learning rates are for.
+        scale: the scale of the map that the learning rates are for.
     """
 
     num_steps: int
@@ -208,7 +208,7 @@ class TheoremSchedule(NamedTuple):
     scale: float
 
     def learning_rate(self, step: Any) -> Any:
-        """η for step = 0, 1, ..., T − 1; also on arrays and traced integers."""
+        """Returns η for step = 0, 1, ..., T − 1; arrays and traced integers are allowed."""
         return self.scale / (step + 1)
 
 
@@ -221,23 +221,23 @@ def theorem_schedule(
     delta: float,
     scale: float = 1.0,
 ) -> TheoremSchedule:
-    """η_t and T of the theorem's proof, with the constants hidden in Θ(·) set to one.
+    """Returns η_t and T of the theorem's proof, with the constants hidden in Θ(·) set to one.
 
         T = ‖C‖² (ε n_priv)² / (‖C‖² + G_C²),   η_t = 1/t for the unscaled Ψ,  t = 1, ..., T.
 
-    The proof sets η'_t = 1/(Δt) for the map Ψ' = Ψ/Δ. A step with (Ψ', η') is the step with
+    The proof sets η'_t = 1/(Δt) for the map Ψ' = Ψ/Δ. A step with (Ψ', η') equals the step with
     (Ψ, Δη'), so that η_t = 1/t. (The paper writes η' = Δη where the equivalence needs η' = η/Δ; its
     stability argument, with Σ η_t ≈ log T, uses 1/t as well.) A map scaled by s needs s/t.
 
-    T is made for the proof and is large, about (ε n_priv)²/p; good practice takes far fewer steps.
+    T serves the proof and is large, about (ε n_priv)²/p; far fewer steps are better in practice.
 
     Args:
-        eigenvalues: λ, of the Hessian of the public loss, not scaled.
+        eigenvalues: λ, the eigenvalues of the unscaled Hessian of the public loss.
         num_public: n_pub.
         num_private: n_priv.
         epsilon: ε.
         delta: δ.
-        scale: s of the map in use, `QuadraticMap.scale`.
+        scale: s, the `QuadraticMap.scale` of the map in use.
     """
     values = _positive_vector(eigenvalues=eigenvalues)
     _validate.positive_integer(num_public=num_public, num_private=num_private)
@@ -264,11 +264,11 @@ def paper_noise_stddev(
     delta: float,
     adjacency: Adjacency,
 ) -> float:
-    """Algorithm 1's noise: σ² = 8 L² T log(1/δ) / (ε n_priv)², added to the *mean* gradient.
+    """Returns Algorithm 1's σ of the *mean* gradient, σ² = 8 L² T log(1/δ) / (ε n_priv)².
 
-    Sufficient for (ε, δ) when T full batches are released, and loose: a claimed ε = 1 at δ = 1e-5
-    is really 0.356. Calibrating to the exact composition adds less noise; this is for comparison
-    with the paper.
+    It is sufficient for (ε, δ) if T full batches are released, and loose: a claimed ε = 1 at
+    δ = 1e-5 is really 0.356. Calibration by exact composition adds less noise; this function is
+    for comparison with the paper.
 
     Args:
         l2_clip_norm: L.
@@ -276,11 +276,11 @@ def paper_noise_stddev(
         num_private: n_priv, the number by which the sum is divided.
         epsilon: ε, at most 8 log(1/δ).
         delta: δ.
-        adjacency: add-remove or zero-out; under replace the sensitivity is twice what the formula
+        adjacency: add-remove or zero-out. Under replace the sensitivity is twice what the formula
             assumes.
 
     Raises:
-        UnsupportedError: where the formula does not give (ε, δ).
+        UnsupportedError: if the formula does not give (ε, δ).
     """
     _validate.positive(l2_clip_norm=l2_clip_norm, epsilon=epsilon)
     _validate.positive_integer(num_steps=num_steps, num_private=num_private)

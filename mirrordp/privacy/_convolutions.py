@@ -1,11 +1,11 @@
 """Convolutions as matrix products of patches, where those are faster. Values agree up to rounding.
 
-- Mapped over runs or clients, a convolution whose images and weights both differ becomes a grouped
-  one, for which compilers have slow programs. Patches times weights becomes a batch of matrix
-  products instead. On a GPU this pays where patches are small: on one H200, eight EMNIST networks
-  train 1.6 times as fast, four of the larger CIFAR-10 ones 1.14 times as slowly.
-- On the CPU, XLA's convolutions are slow inside a loop, and training is one: ten times and more for
-  the gradient of the weights.
+- Under `vmap` over runs or clients, a convolution whose images and weights both differ becomes a
+  grouped one, for which compilers have slow programs. Patches times weights becomes a batch of
+  matrix products instead. On a GPU this pays where patches are small: on one H200, eight EMNIST
+  networks train 1.6 times as fast, but four of the larger CIFAR-10 networks 1.14 times as slowly.
+- On the CPU, XLA's convolutions are slow inside a loop, such as training: the gradient of the
+  weights takes ten times as long or more.
 """
 
 import functools
@@ -24,11 +24,11 @@ CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 def where_faster(loss_fn: LossFn, *, side_by_side: bool = False) -> LossFn:
-    """`loss_fn` for a training loop on the present backend.
+    """Returns `loss_fn` in the form that is faster in a training loop on the present backend.
 
     Args:
         loss_fn: a loss function.
-        side_by_side: whether networks with weights of their own are mapped over.
+        side_by_side: whether several networks with different weights are trained under `vmap`.
     """
     if jax.default_backend() == "cpu":
         return as_products(loss_fn)
@@ -36,21 +36,22 @@ def where_faster(loss_fn: LossFn, *, side_by_side: bool = False) -> LossFn:
 
 
 def as_products(loss_fn: LossFn, largest: int | None = None) -> LossFn:
-    """`loss_fn` with its ordinary convolutions computed as matrix products of patches.
+    """Returns `loss_fn` with its ordinary convolutions computed as matrix products of patches.
 
-    Grouped convolutions, and those inside loops and custom derivatives, are left as they are.
+    Grouped convolutions, and those inside loops and custom derivatives, are left unchanged.
 
     Args:
         loss_fn: a loss function.
-        largest: leave convolutions whose patches of one image hold more numbers than this.
+        largest: the largest number of entries that the patches of one image may have; convolutions
+            with larger patches are left unchanged. None for no limit.
     """
     try:
         return _as_products(loss_fn, largest)
-    except TypeError:  # not hashable
+    except TypeError:  # `loss_fn` is not hashable.
         return _as_products.__wrapped__(loss_fn, largest)
 
 
-# Kept, because compiled programs are found by the function that they were made of.
+# The result is cached because JAX finds compiled programs by the function they were made from.
 @functools.lru_cache(maxsize=16)
 def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
     @functools.wraps(loss_fn)
@@ -98,7 +99,7 @@ def _product_of_patches(
     images, weights, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
     precision, preferred_element_type, **_,
 ):  # fmt: skip
-    """`lax.conv_general_dilated` of one group: [n, out..., window·C] @ [window·C, N]."""
+    """Computes a convolution of one group as [n, out..., window·C] @ [window·C, N]."""
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     images = images.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
     weights = weights.transpose(*rhs_spec[2:], rhs_spec[1], rhs_spec[0])
@@ -116,7 +117,7 @@ def _product_of_patches(
         stride, span = window_strides[axis], (out[axis] - 1) * window_strides[axis] + 1
         starts = [i * rhs_dilation[axis] for i in range(window[axis])]
         seen = [lax.slice_in_dim(patches, i, i + span, stride, axis=1 + axis) for i in starts]
-        # One axis after the other; merged into one stack, many shifts are slow on a GPU.
+        # The barrier keeps the axes apart: merged into one stack, many shifts are slow on a GPU.
         patches = lax.optimization_barrier(jnp.stack(seen, axis=1 + len(window)))
     patches = patches.reshape(*patches.shape[: 1 + len(window)], -1)
     product = jnp.matmul(
@@ -126,6 +127,6 @@ def _product_of_patches(
         preferred_element_type=preferred_element_type,
     )
     order = [out_spec.index(i) for i in range(len(out_spec))]
-    # The product's axes are n, out..., N; `out_spec` says where the result wants n, N, out... .
+    # The product's axes are n, out..., N; `out_spec` gives the places of n, N, out... .
     ours = [0, len(out_spec) - 1, *range(1, len(out_spec) - 1)]
     return product.transpose([ours[i] for i in order])

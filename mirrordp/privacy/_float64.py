@@ -9,11 +9,11 @@ from jax.custom_batching import custom_vmap
 
 
 def float64_call(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) traced with 64-bit types, whatever `jax_enable_x64` says.
+    """Returns `function(*args)`, traced with 64-bit types whatever `jax_enable_x64` says.
 
-    `jax.enable_x64` alone would not do: where `vmap` meets a function that is already traced (a
-    scan, a jitted function), it traces its operations again, by then outside the scope, and float64
-    would silently become float32. A batching rule of our own re-enters the scope.
+    `jax.enable_x64` alone is not enough: where `vmap` meets a function that is already traced (a
+    scan, a jitted function), it traces the operations again outside the scope, and float64 would
+    silently become float32. The batching rule here enters the scope again.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -35,5 +35,5 @@ def float64_call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def wide_dtype() -> Any:
-    """float64, or float32 where the backend has nothing wider."""
+    """Returns float64, or float32 where the backend has nothing wider."""
     return jnp.float32 if jax.default_backend() == "tpu" else jnp.float64

@@ -1,10 +1,11 @@
-"""Whether a traced program, mapped over records with `vmap`, computes each of them by itself.
+"""A check that a program, mapped over records with `vmap`, computes each record by itself.
 
 A loss is a function of one record, and `vmap` applies it to many. That keeps records apart as long
-as the batching rule of every operation in it does. In: the program of one record, as a jaxpr. Out:
-nothing, or an error that names the operation. Operations are allowed by name: those below were
-looked at, everything else is refused. Bodies of loops, branches and calls are looked at too; custom
-derivative rules are seen where the program was traced through `jax.grad`.
+as the batching rule of every operation in it does. `check` takes the program of one record, as a
+jaxpr, and raises an error that names the first operation that may not. Operations are allowed by
+name: those listed here were examined, and everything else is refused. The bodies of loops, branches
+and calls are examined too; custom derivative rules are seen where the program was traced through
+`jax.grad`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from jax.extend import core
 
 from mirrordp.privacy import _jaxprs
 
-# Elementwise, or on axes of the record's own: their batching rules add an axis and nothing else.
+# These act on single entries or on the record's own axes: their batching rules only add an axis.
 _ARITHMETIC = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
@@ -37,30 +38,30 @@ _LINEAR_ALGEBRA = """
     cholesky eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation ormqr
     qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve
 """
-# They compute what the jaxprs in them say, which are looked at as well.
+# These compute what the jaxprs in them say, which are examined as well.
 _CALLS = """
     call checkpoint closed_call composite cond core_call custom_jvp_call custom_jvp_call_jaxpr
     custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jit linear_call pjit remat
     remat2 remat_opt scan shard_map while xla_metadata_call
 """
-# Names, places and layouts; they compute nothing.
+# These are names, places and layouts; they compute nothing.
 _PLACES = """
     dce_sink device_put inspect_sharding layout_constraint name optimization_barrier platform_index
     reshard shard_alike sharding_constraint stage tie xla_metadata_value
 """
-# Each key by itself; which kinds of keys, see `_KEYS`.
+# These use each key by itself, for the kinds of keys in `_KEYS`.
 _RANDOM = """
     philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed
     random_split random_unwrap random_wrap threefry2x32 threefry4x32
 """
-# Over axes that the program makes itself (`shard_map` over the record's own axes). Over an axis
-# from outside they have an effect, by which they are refused.
+# These are safe over axes that the program makes itself (`shard_map` over the record's own axes).
+# Over an axis from outside they have an effect, and are refused because of it.
 _COLLECTIVES = """
     all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin
     ppermute preduced psum psum_invariant pvary ragged_all_to_all reduce_scatter reduced_vary_cast_p
     unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
 """
-# They return nothing, so that they cannot change what is computed.
+# These return nothing, so they cannot change what is computed.
 _PRINTS = "debug_callback debug_print"
 
 KEEP_APART = frozenset(
@@ -70,21 +71,21 @@ KEEP_APART = frozenset(
 )
 
 _CALLBACK = (
-    "a host callback, which can be handed the whole batch",
+    "a host callback, which can receive the whole batch",
     "Compute it with JAX, or for each row before training; jax.debug.print is allowed",
 )
 _FOREIGN = (
-    "a foreign call, which can be handed the whole batch",
+    "a foreign call, which can receive the whole batch",
     "Compute it with JAX, or for each row before training",
 )
 _KERNEL = (
-    "a kernel of its own (Pallas), whose reads beyond its block nobody checks",
+    "a custom kernel (Pallas), whose reads beyond its block cannot be checked",
     "Use operations of jax.numpy and jax.lax",
 )
 _SHARED_BITS = (
     "a generator that draws the random bits of a whole batch from one of its keys",
-    'Use keys of jax.random.key(seed, impl="threefry2x32"); jax_default_prng_impl decides about '
-    "those made without impl",
+    'Use keys of jax.random.key(seed, impl="threefry2x32"); jax_default_prng_impl decides the kind '
+    "of keys made without impl",
 )
 _ATTENTION = (
     "cuDNN's attention with dropout or with the gradient of a bias, which its batching rule sums "
@@ -102,8 +103,8 @@ _OUTSIDE = (
 
 COUPLE: dict[str, tuple[str, str]] = {
     "custom_vmap_call": (
-        "a custom_vmap rule, which is handed the whole batch",
-        "Leave the rule out: JAX maps the function itself",
+        "a custom_vmap rule, which receives the whole batch",
+        "Remove the rule: JAX can map the function itself",
     ),
     "pure_callback": _CALLBACK,
     "io_callback": _CALLBACK,
@@ -116,17 +117,17 @@ COUPLE: dict[str, tuple[str, str]] = {
     "rng_bit_generator": _SHARED_BITS,
     "rng_uniform": _SHARED_BITS,
     "regularized_incomplete_beta": (
-        "the incomplete beta function, which goes on for all rows until the last has converged",
+        "the incomplete beta function, which iterates on all rows until the last has converged",
         "Compute it for each row before training",
     ),
     "dot_product_attention_fp8_fwd_wrapper": _ATTENTION,
     "dot_product_attention_fp8_bwd_wrapper": _ATTENTION,
 }
-"""Operations that hand a record the batch, or may; each with why, and what to do."""
+"""Operations that show a record the batch, or may; each with the reason and advice."""
 
 _OPAQUE = {"pure_callback", "io_callback", "buffer_callback", "ffi_call"}
 
-# Mapped over, keys of these kinds draw what they draw alone. Keys of kind rbg and urbg do not.
+# Under `vmap`, keys of these kinds draw the same bits as alone. Keys of kinds rbg and urbg do not.
 _KEYS = {"key<fry>", "key<phx2>", "key<phx4>"}
 _ATTENTIONS = {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"}
 
@@ -135,12 +136,12 @@ def check(name: str, program: core.ClosedJaxpr) -> None:
     """Raises unless the program of one record, mapped over many, keeps them apart.
 
     Args:
-        name: what the program is, for the message.
-        program: as traced for one record, without a batch axis; with its gradient, if that is what
-            will be mapped.
+        name: a name of the program, for the message.
+        program: the program as traced for one record, without a batch axis; with its gradient, if
+            the gradient will be mapped.
 
     Raises:
-        ValueError: naming the operation.
+        ValueError: if an operation may couple records; the message names it.
     """
     for operation, (why, advice) in _findings(program):
         raise ValueError(
@@ -150,7 +151,7 @@ def check(name: str, program: core.ClosedJaxpr) -> None:
 
 
 def is_opaque(operation: str) -> bool:
-    """Whether an operation runs code that the program does not hold, or is of an unknown kind."""
+    """Returns whether an operation is unknown, or runs code that the program does not hold."""
     known = operation in KEEP_APART or operation in COUPLE or operation in _ATTENTIONS
     return not known or operation in _OPAQUE
 

@@ -1,4 +1,4 @@
-"""Reading and evaluating jaxprs, equation by equation."""
+"""Functions that read and evaluate jaxprs, equation by equation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from jax.extend import core
 
 
 def bind(eqn, operands: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation for other operands than it was traced with."""
+    """Returns the outputs of an equation for other operands than it was traced with."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     # Releases of JAX before 0.10 return functions to bind apart from the parameters.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -17,7 +17,7 @@ def bind(eqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def called(eqn) -> tuple[Any, list[Any]]:
-    """The jaxpr that a call such as `jit` runs, and that jaxpr's constants."""
+    """Returns the jaxpr that a call such as `jit` runs, and that jaxpr's constants."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if isinstance(inner, core.ClosedJaxpr):
         return inner.jaxpr, inner.consts
@@ -25,7 +25,7 @@ def called(eqn) -> tuple[Any, list[Any]]:
 
 
 def equations(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[Any]:
-    """The equations of a program and of all jaxprs in it: bodies of loops, branches, calls."""
+    """Yields the equations of a program and of all jaxprs in it: loops, branches, calls."""
     for eqn in program.eqns:
         yield eqn
         for inner in _jaxprs_in(eqn.params):
@@ -33,7 +33,7 @@ def equations(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[Any]:
 
 
 def constants(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
-    """The arrays that a program holds, those of all jaxprs in it too, in order."""
+    """Returns the arrays that a program and all jaxprs in it hold, in order."""
     held = list(program.consts) if isinstance(program, core.ClosedJaxpr) else []
     for eqn in program.eqns:
         held += [atom.val for atom in eqn.invars if isinstance(atom, core.Literal)]

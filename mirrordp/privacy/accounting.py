@@ -1,17 +1,18 @@
-"""What a mechanism costs: DP events in, ε out. Thin over `dp_accounting`.
+"""The cost of a mechanism: DP events in, ε out. A thin layer over `dp_accounting`.
 
 One convention holds everywhere in mirrordp: a *noise multiplier* is the standard deviation of the
 noise divided by the clip norm C, the largest norm that one record can contribute, whatever the
-adjacency. Which distance between neighbouring sums this means (C, or 2C when one record replaces
-another) is decided here and nowhere else:
+adjacency is. The distance between neighbouring sums (C, or 2C when one record replaces another) is
+decided here and nowhere else:
 
     adjacency     neighbours                               ‖sum − sum'‖ ≤
     add-remove    one record more or less                  C
     zero-out      one record's contribution set to zero    C
     replace       one record becomes another               2C
 
-dp-accounting's PLD accountant doubles the distance for replace-one by itself, its RDP accountant
-does not; `epsilon` makes up for the difference, so events are always stated relative to C.
+The PLD accountant of dp-accounting doubles the distance for replace-one by itself, and its RDP
+accountant does not. `epsilon` makes up for the difference, so events are always stated relative to
+C.
 """
 
 import dataclasses
@@ -30,9 +31,12 @@ from mirrordp import _validate
 
 DpEvent = dp_accounting.DpEvent
 
+UNITS = ("example", "user")
+"""What one record can be."""
+
 
 class Adjacency(enum.Enum):
-    """Which data sets count as neighbours; decides the sensitivity."""
+    """The data sets that count as neighbours, which decides the sensitivity."""
 
     ADD_REMOVE = "add-remove"
     ZERO_OUT = "zero-out"
@@ -40,7 +44,7 @@ class Adjacency(enum.Enum):
 
     @property
     def neighboring_relation(self) -> dp_accounting.NeighboringRelation:
-        """The same relation in dp-accounting's words."""
+        """The same relation in dp-accounting."""
         return {
             Adjacency.ADD_REMOVE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
             Adjacency.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
@@ -49,17 +53,17 @@ class Adjacency(enum.Enum):
 
     @property
     def distance(self) -> int:
-        """Largest ‖sum − sum'‖ between neighbours, in clip norms: 1, or 2 for replace."""
+        """The largest ‖sum − sum'‖ between neighbours in clip norms: 1, or 2 for replace."""
         return 2 if self is Adjacency.REPLACE else 1
 
     @property
     def num_examples_is_public(self) -> bool:
-        """Whether neighbours have equally many records, so that n may be known to all."""
+        """Whether neighbours have the same number of records, so that n may be known to all."""
         return self is not Adjacency.ADD_REMOVE
 
 
 class Accountant(enum.Enum):
-    """How a composition is analysed: privacy loss distributions (tighter) or Rényi orders."""
+    """The analysis of a composition: privacy loss distributions (tighter) or Rényi orders."""
 
     PLD = "pld"
     RDP = "rdp"
@@ -70,7 +74,7 @@ COARSE_ORDERS: tuple[float, ...] = (
     *(float(order) for order in range(5, 64)),
     *(128.0, 256.0, 512.0),
 )
-"""The Rényi orders behind the ε = 8.32 that the paper quotes for StackOverflow."""
+"""The Rényi orders that give ε = 8.32, which the paper quotes for StackOverflow."""
 
 
 class UnsupportedError(ValueError):
@@ -78,13 +82,13 @@ class UnsupportedError(ValueError):
 
 
 def poisson_event(noise_multiplier: float, *, sampling_prob: float, num_steps: int) -> DpEvent:
-    """`num_steps` Gaussian sums, each over a Poisson sample with inclusion probability q.
+    """Returns the event of Gaussian sums over Poisson samples with inclusion probability q.
 
     Args:
         noise_multiplier: standard deviation of the noise over the clip norm.
         sampling_prob: q, the probability with which each record joins each batch; q = 1 is a
-            full batch and analysed as such.
-        num_steps: how often it happens.
+            full batch and is analysed as such.
+        num_steps: the number of sums.
     """
     _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.probability(sampling_prob=sampling_prob)
@@ -95,19 +99,20 @@ def poisson_event(noise_multiplier: float, *, sampling_prob: float, num_steps: i
 
 
 def full_batch_event(noise_multiplier: float, *, num_steps: int) -> DpEvent:
-    """`num_steps` Gaussian sums over all records."""
+    """Returns the event of `num_steps` Gaussian sums over all records."""
     return poisson_event(noise_multiplier, sampling_prob=1.0, num_steps=num_steps)
 
 
 def fixed_size_event(
     noise_multiplier: float, *, num_examples: int, batch_size: int, num_steps: int
 ) -> DpEvent:
-    """`num_steps` Gaussian sums, each over `batch_size` of `num_examples` records at random."""
+    """Returns the event of Gaussian sums over `batch_size` of `num_examples` records at random."""
     _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.positive_integer(num_examples=num_examples, batch_size=batch_size)
     if batch_size > num_examples:
         raise ValueError(
-            f"batch_size must be at most num_examples={num_examples}, got {batch_size}."
+            f"batch_size must be at most num_examples={num_examples}, got {batch_size}. Choose a "
+            "smaller batch."
         )
     gaussian = dp_accounting.GaussianDpEvent(float(noise_multiplier))
     if batch_size == num_examples:
@@ -130,7 +135,7 @@ def _repeated(event: DpEvent, count: int) -> DpEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Epsilon:
-    """An ε that names how it was found."""
+    """An ε together with everything that it depends on."""
 
     epsilon: float
     delta: float
@@ -147,23 +152,26 @@ def epsilon(
     accountant: Accountant | None = None,
     orders: Sequence[float] | None = None,
 ) -> Epsilon:
-    """The smallest known ε for which `event` is (ε, δ)-differentially private.
+    """Returns the smallest known ε for which `event` is (ε, δ)-differentially private.
 
     Args:
-        event: the mechanism, its noise multipliers relative to the clip norm C.
+        event: the mechanism, with noise multipliers relative to the clip norm C.
         delta: δ in (0, 1).
-        adjacency: the neighbours the guarantee speaks of.
-        accountant: how to analyse it; by default PLD where it can, else RDP.
+        adjacency: the neighbours that the guarantee refers to.
+        accountant: the analysis; by default PLD if it covers the event, else RDP.
         orders: Rényi orders for RDP; by default those of dp-accounting.
 
     Raises:
-        UnsupportedError: if the (given) accountant has no analysis for the event under this
-            adjacency. The message says which one has.
+        UnsupportedError: if the given accountant, or every accountant, lacks an analysis of the
+            event under this adjacency. The message says what can be analysed.
     """
     _validate.open_unit_interval(delta=delta)
     chosen = resolve_accountant(event, adjacency, accountant)
     if orders is not None and chosen is Accountant.PLD:
-        raise ValueError("orders belong to the RDP accountant; pass accountant=RDP or leave them.")
+        raise ValueError(
+            "orders belong to the RDP accountant, got the PLD accountant. Choose RDP, or leave the "
+            "orders out."
+        )
     if chosen is Accountant.RDP:
         value = _rdp_epsilon(event, delta, adjacency, None if orders is None else tuple(orders))
         method = f"RDP, {'dp-accounting default' if orders is None else len(orders)} orders"
@@ -173,12 +181,12 @@ def epsilon(
     else:
         value = _pld_epsilon(event, delta, adjacency)
         method = "PLD, discretised upwards at 1e-4"
-    # A computation that failed promises nothing.
+    # A failed computation promises nothing.
     return Epsilon(math.inf if math.isnan(value) else value, delta, adjacency, chosen, method)
 
 
 def default_delta(num_examples: int) -> float:
-    """1/(10 n) rounded down to a power of ten, and at most 1e-5; for data whose n is public.
+    """Returns 1/(10 n) rounded down to a power of ten, and at most 1e-5, for a public n.
 
     >>> [default_delta(n) for n in (100, 10_000, 10_001, 300_000)]
     [1e-05, 1e-05, 1e-06, 1e-07]
@@ -188,11 +196,11 @@ def default_delta(num_examples: int) -> float:
 
 
 def require_small_delta(delta: float, num_examples: int) -> None:
-    """Raises a ValueError where δ > 1/n, so that publishing a random record would pass."""
+    """Raises a ValueError if δ > 1/n, since publishing a random record would then pass."""
     if delta > 1 / num_examples:
         raise ValueError(
             f"expected delta of at most 1/n = {1 / num_examples:.2g} for n = {num_examples} "
-            f"records, got {delta:g}: a mechanism that publishes a record at random would pass. "
+            f"records, got {delta:g}, at which a mechanism that publishes a random record passes. "
             f"Use delta={default_delta(num_examples):g}, or confirm it (allow_large_delta=True, "
             "--allow-large-delta)."
         )
@@ -201,15 +209,17 @@ def require_small_delta(delta: float, num_examples: int) -> None:
 def renyi_divergences(
     event: DpEvent, orders: Sequence[float], *, adjacency: Adjacency
 ) -> np.ndarray:
-    """An upper bound on the Rényi divergence between neighbours at each order; it adds up.
+    """Returns an upper bound on the Rényi divergence between neighbours at each order.
+
+    The bounds of several events add up.
 
     Args:
-        event: the mechanism, its noise multipliers relative to the clip norm C.
+        event: the mechanism, with noise multipliers relative to the clip norm C.
         orders: the orders, each above one.
         adjacency: the neighbours.
 
     Raises:
-        UnsupportedError: where there is no Rényi analysis (Poisson sampling under replace).
+        UnsupportedError: if there is no Rényi analysis (Poisson sampling under replace).
     """
     resolve_accountant(event, adjacency, Accountant.RDP)
     accountant = RdpAccountant(list(orders), adjacency.neighboring_relation)
@@ -221,8 +231,8 @@ def renyi_divergences(
 def resolve_accountant(
     event: DpEvent, adjacency: Adjacency, accountant: Accountant | None = None
 ) -> Accountant:
-    """The accountant to use: the given one if it can analyse the event, else PLD before RDP."""
-    _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT, for one.", adjacency=adjacency)
+    """Returns the given accountant, or PLD before RDP, if it can analyse the event."""
+    _validate.instance_of(Adjacency, "Use, for example, Adjacency.ZERO_OUT.", adjacency=adjacency)
     if accountant is not None:
         _validate.instance_of(Accountant, "Use Accountant.PLD or None.", accountant=accountant)
     supported = [kind for kind in Accountant if _fresh(kind, adjacency).supports(event)]
@@ -230,21 +240,21 @@ def resolve_accountant(
         return supported[0]
     if accountant in supported:
         return accountant
-    asked = "no accountant" if accountant is None else f"accountant={accountant.value!r} cannot"
     advice = (
-        f"Use accountant={supported[0].value!r}."
+        f"Use {supported[0].name}."
         if supported
-        else "Analysed are: Poisson with add-remove or zero-out (pld, rdp) or replace (pld); "
-        "fixed size with replace (rdp); full batch with any adjacency."
+        else "There are analyses of Poisson sampling under add-remove or zero-out (PLD, RDP) and "
+        "replace (PLD), of fixed-size sampling under replace (RDP), and of full batches under any "
+        "adjacency."
     )
-    verb = " can" if accountant is None else ""
+    asked = "no accountant can" if accountant is None else f"{accountant.name} cannot"
     raise UnsupportedError(
-        f"{asked}{verb} analyse {_describe(event)} under adjacency={adjacency.value!r}. {advice}"
+        f"{asked} analyse {_describe(event)} under {adjacency.value} adjacency. {advice}"
     )
 
 
 def _describe(event: DpEvent) -> str:
-    """What kind of sampling an event holds, in words."""
+    """Names the kind of sampling in an event."""
     match event:
         case dp_accounting.SelfComposedDpEvent():
             return _describe(event.event)
@@ -277,7 +287,7 @@ def _pld_epsilon(event: DpEvent, delta: float, adjacency: Adjacency) -> float:
             count=count,
         ) if sigma > 0 and q > 0:
             steps = _poisson_pld(sigma, q, adjacency).self_compose(count)
-            # Composing with nothing is what the accountant does; it may cut the tails upwards.
+            # The accountant also composes with the identity, which may round the tails upwards.
             nothing = privacy_loss_distribution.identity()
             return float(nothing.compose(steps).get_epsilon_for_delta(delta))
     return float(_fresh(Accountant.PLD, adjacency).compose(event).get_epsilon(delta))
@@ -287,8 +297,11 @@ def _pld_epsilon(event: DpEvent, delta: float, adjacency: Adjacency) -> float:
 def _poisson_pld(
     noise_multiplier: float, sampling_prob: float, adjacency: Adjacency
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """One step as `PLDAccountant` discretises it. Kept: asking for ε as training goes on, at one
-    step count after another, would spend nearly all of its time here."""
+    """Returns one step as `PLDAccountant` discretises it.
+
+    It is cached because computing ε at one step count after another, as training goes on, would
+    spend nearly all of its time here.
+    """
     return privacy_loss_distribution.from_gaussian_mechanism(
         standard_deviation=noise_multiplier,
         sampling_prob=sampling_prob,
@@ -304,7 +317,7 @@ def _rdp_epsilon(
 
 
 def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
-    """Restates noise relative to the neighbours' distance, as the RDP accountant reads it."""
+    """Restates noise relative to the distance between neighbours, as RDP accounting reads it."""
     if adjacency.distance == 1:
         return event
     recurse = functools.partial(_noise_over_distance, adjacency=adjacency)
@@ -322,11 +335,14 @@ def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
         case dp_accounting.NoOpDpEvent():
             return event
         case _:
-            raise UnsupportedError(f"no replace-one RDP analysis of {type(event).__name__}.")
+            raise UnsupportedError(
+                f"expected an event that RDP can analyse under replace adjacency, got "
+                f"{type(event).__name__}. Use another adjacency."
+            )
 
 
 def _gaussian_mu(event: DpEvent) -> float | None:
-    """μ of the one Gaussian that a composition of Gaussians is, sqrt(Σ 1/σ²); else None."""
+    """Returns μ = sqrt(Σ 1/σ²) if an event is a composition of Gaussians, else None."""
     match event:
         case dp_accounting.NoOpDpEvent():
             return 0.0
@@ -362,20 +378,19 @@ def calibrate(
     orders: Sequence[float] | None = None,
     tolerance: float = 5e-3,
 ) -> float:
-    """The smallest noise multiplier, up to `tolerance`, that keeps ε at or below the target.
+    """Returns the smallest noise multiplier, up to `tolerance`, that keeps ε within the target.
 
-    Bisection on the noise multiplier keeps one end that was seen to satisfy the target, and that
-    end is what is returned: ε(result) ≤ target always, and ε(result) ≥ (1 − tolerance)·target
-    unless ε jumps there.
+    Bisection on the noise multiplier keeps one end that was seen to satisfy the target, and returns
+    it. So ε(result) ≤ target always, and ε(result) ≥ (1 − tolerance)·target unless ε jumps there.
 
     Args:
         make_event: maps a noise multiplier to the event of the whole run.
         epsilon_target: the ε not to exceed.
         delta: δ in (0, 1).
-        adjacency: the neighbours the guarantee speaks of.
+        adjacency: the neighbours that the guarantee refers to.
         accountant: as in `epsilon`.
         orders: as in `epsilon`.
-        tolerance: how much of the target may be left unused, relative.
+        tolerance: the share of the target that may be left unused.
     """
     _validate.positive(epsilon=epsilon_target)
     _validate.open_unit_interval(delta=delta)
@@ -403,13 +418,13 @@ def calibrate(
 def _smallest_safe_noise(
     achieved: Callable[[float], float], *, start: float, epsilon_target: float, tolerance: float
 ) -> float:
-    """Bracketing search in log-log coordinates that returns only a point seen to be safe."""
+    """Searches in log-log coordinates, and returns only a point that was seen to be safe."""
     safe, safe_epsilon = start, achieved(start)
-    while not safe_epsilon <= epsilon_target:  # also where it is no number
+    while not safe_epsilon <= epsilon_target:  # True for NaN, too.
         if safe > 2**40:
             raise UnsupportedError(
-                f"no noise multiplier up to {safe:.0e} reaches epsilon={epsilon_target}. "
-                "Allow a larger epsilon or fewer steps."
+                f"no noise multiplier up to {safe:.0e} reaches epsilon {epsilon_target:g}. Allow a "
+                "larger epsilon or fewer steps."
             )
         safe *= 2
         safe_epsilon = achieved(safe)
@@ -419,7 +434,7 @@ def _smallest_safe_noise(
         if unsafe == 0:
             # ε falls no faster than exponentially in σ; 0.7 rarely jumps past the answer.
             guess = safe * max(0.7, min(0.99, (safe_epsilon / epsilon_target) ** 0.8))
-            # PLDs of nearly noiseless steps need unbounded memory, and nobody needs such noise.
+            # PLDs of nearly noiseless steps need unbounded memory, and such noise has no use.
             if guess < 1e-2:
                 break
         else:
@@ -439,12 +454,12 @@ def _smallest_safe_noise(
 
 
 def least_noise(fits: Callable[[float], bool]) -> float | None:
-    """The smallest noise multiplier that fits, up to 0.1%; None where no noise is enough.
+    """Returns the smallest noise multiplier that fits, up to 0.1%, or None if no noise is enough.
 
-    What is returned was seen to fit, and has five digits, so that a message can quote it.
+    The result was seen to fit, and has five digits, so that a message can quote it.
 
     Args:
-        fits: whether a mechanism of a noise multiplier may run; more noise must not make it worse.
+        fits: says whether a noise multiplier fits; if one does, so must every larger one.
     """
     high = 1.0
     while not fits(high):
@@ -463,10 +478,10 @@ def least_noise(fits: Callable[[float], bool]) -> float | None:
 
 
 def most_steps(fits: Callable[[int], bool]) -> int:
-    """The largest number of steps, up to a thousand million, that fits; zero where not one does.
+    """Returns the largest number of steps, up to a billion, that fits, or zero if none does.
 
     Args:
-        fits: whether a mechanism of a number of steps may run; fewer must not make it worse.
+        fits: says whether a number of steps fits; if one does, so must every smaller one.
     """
     if not fits(1):
         return 0

@@ -2,10 +2,10 @@
 
     s(θ) = Σ_i clip(∇ℓ(θ; d_i), C),     clip(v, C) = v · min(1, C / ‖v‖₂)
 
-A record changes s by at most C (2C when it is replaced): `ClippedGrad.sensitivity` says so, and
-nobody derives it again. That is a statement about the numbers that are computed, not only about
-the formula: norms are taken in float64, factors are rounded down, and sums are exact
-(`mirrordp.privacy.sums`). Here every per-example gradient is formed, for any JAX function;
+A record changes s by at most C (2C when it is replaced). `ClippedGrad.sensitivity` says so, and no
+other code derives it again. The statement holds for the numbers that are computed, not only for the
+formula: norms are taken in float64, factors are rounded down, and sums are exact
+(`mirrordp.privacy.sums`). This module forms every per-example gradient, for any JAX function;
 `mirrordp.privacy.ghost` obeys the same contract without per-example gradients in memory.
 """
 
@@ -31,7 +31,7 @@ from mirrordp.types import Batch, LossFn, Params, PyTree
 
 
 class ClipStats(NamedTuple):
-    """Per-example quantities *without* noise: for the operator's eyes only."""
+    """Per-example quantities *without* noise, which only the operator may see."""
 
     unprivatized_losses: jax.Array
     unprivatized_norms: jax.Array
@@ -43,12 +43,12 @@ class ClippedGrad:
 
     Call it as `clipped(params, batch, is_padding)`, with `keys=` (one per example) if the loss
     takes a random key. `with_stats` also returns each example's loss and gradient norm. Both return
-    floating-point numbers, to look at; noise is added to what `exact_sum` returns.
+    floating-point numbers for inspection; noise is added to the result of `exact_sum`.
 
     Formal guarantees, for every value of the arguments:
 
-    - Each example adds a tree of norm at most `l2_clip_norm`, which depends on this example, its
-      key and its place in the batch only. A loss with an operation that could see other examples,
+    - Each example adds a tree of norm at most `l2_clip_norm`, which depends only on this example,
+      its key and its place in the batch. A loss with an operation that could see other examples,
       such as a host callback, is refused with a ValueError when it is traced.
     - Exact sums of two batches that differ in one row (one of them may have padding there) differ
       by at most `l2_clip_norm`, or by twice as much where both rows are real, whatever the other
@@ -76,7 +76,7 @@ class ClippedGrad:
         *,
         keys: jax.Array | None = None,
     ) -> tuple[PyTree, ClipStats]:
-        """The sum as floating-point numbers, and each example's loss and gradient norm."""
+        """Returns the sum as floating-point numbers, and each example's loss and gradient norm."""
         total, stats = self.exact_sum(params, batch, is_padding, keys=keys)
         return total.floats(), stats
 
@@ -88,17 +88,17 @@ class ClippedGrad:
         *,
         keys: jax.Array | None = None,
     ) -> PyTree:
-        """The sum of clipped gradients over the examples that are not padding."""
+        """Returns the sum of clipped gradients over the examples that are not padding."""
         return self.with_stats(params, batch, is_padding, keys=keys)[0]
 
     def sensitivity(self, adjacency: Adjacency) -> float:
-        """The largest distance between the sums of neighbouring batches."""
+        """Returns the largest distance between the sums of neighbouring batches."""
         _validate.instance_of(Adjacency, adjacency=adjacency)
         return adjacency.distance * self.l2_clip_norm
 
 
 def takes_key(loss_fn: LossFn) -> bool:
-    """Whether `loss_fn` has a third required positional argument, the random key."""
+    """Returns whether `loss_fn` has a third required positional argument, the random key."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
@@ -109,14 +109,14 @@ def takes_key(loss_fn: LossFn) -> bool:
 
 
 def with_key(loss_fn: LossFn) -> LossFn:
-    """`loss_fn` in the three-argument form, ignoring the key if it takes none."""
+    """Returns `loss_fn` in the three-argument form, which ignores a key that it does not take."""
     if takes_key(loss_fn):
         return loss_fn
     return lambda params, example, key: loss_fn(params, example)
 
 
 def example_of(arrays: Batch) -> PyTree:
-    """Shapes and types of one example."""
+    """Returns the shapes and types of one example."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -126,20 +126,21 @@ def example_of(arrays: Batch) -> PyTree:
 
 
 def example_key() -> jax.Array:
-    """A key of the kind that a run hands to its loss, for tracing."""
+    """Returns a key of the kind that a run passes to its loss, for tracing."""
     return jax.random.key(0, impl="threefry2x32")
 
 
 def value_and_grad_program(
     loss_fn: LossFn, params: Params, trainable: PyTree | Trainable | None, example: PyTree, key: Any
 ) -> core.ClosedJaxpr:
-    """The loss of one example as JAX traces it, plainly and with its gradient.
+    """Traces the loss of one example, with its gradient and without.
 
-    With its gradient custom rules are applied, and what they replace is not part of the program.
-    Ghost clipping differentiates with respect to something else, so it may run that instead.
+    With the gradient, JAX applies custom derivative rules, and the functions that they replace are
+    not part of the program. Ghost clipping differentiates with respect to other values, so it may
+    run those functions; hence the loss without a gradient.
 
     Args:
-        loss_fn: a loss function, of two arguments or three.
+        loss_fn: a loss function of two or three arguments.
         params: the parameters, or their shapes.
         trainable: as in `clipped_grad`.
         example: shapes and types of one example.
@@ -147,7 +148,7 @@ def value_and_grad_program(
 
     Returns:
         A program whose outputs are the loss, one gradient for each trainable leaf, and the loss
-        once more, as it is without a gradient.
+        once more, traced without a gradient.
     """
 
     chosen = Trainable.of(trainable)
@@ -167,11 +168,11 @@ def check_isolated(
     """Raises if the loss or its gradient, mapped over a batch, could see other examples.
 
     Args:
-        loss_fn: a loss function, of two arguments or three.
+        loss_fn: a loss function of two or three arguments.
         params: the parameters.
         trainable: as in `clipped_grad`.
         batch: arrays with an axis of examples first; only shapes and types matter.
-        keys: one for each example, or None.
+        keys: one key for each example, or None.
     """
     key = example_key() if keys is None else example_of(keys)
     program = value_and_grad_program(loss_fn, params, trainable, example_of(batch), key)
@@ -221,7 +222,7 @@ def clipped_grad(
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
 ) -> ClippedGrad:
-    """The sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
+    """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
     >>> import jax.numpy as jnp
     >>> squared_error = lambda theta, x: 0.5 * (theta - x) ** 2
@@ -234,10 +235,11 @@ def clipped_grad(
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
         l2_clip_norm: C.
-        trainable: a tree of booleans over the parameters (or a prefix of it); gradients are taken,
-            clipped and returned for the true leaves only, with None in place of the others.
-        microbatch_size: compute per-example gradients for so many examples at a time; only memory
-            changes.
+        trainable: a tree of booleans over the parameters, a prefix of one, or a `Trainable`;
+            gradients are taken, clipped and returned for the true leaves only, with None in place
+            of the others.
+        microbatch_size: the number of examples whose gradients are computed at a time; a smaller
+            number takes less memory.
 
     Returns:
         A `ClippedGrad`.
@@ -279,14 +281,14 @@ def clipped_grad(
 
 
 class Summed(NamedTuple):
-    """What `ClippedGrad.exact_sum` returns."""
+    """The result of `ClippedGrad.exact_sum`."""
 
     total: ExactSum
     stats: ClipStats
 
 
 def checked_keys(loss_fn: LossFn, keys: jax.Array | None, count: int) -> jax.Array:
-    """`keys`, or placeholders for a loss that takes none."""
+    """Returns `keys`, or placeholders for a loss that takes none."""
     if keys is not None:
         return keys
     if takes_key(loss_fn):
@@ -298,7 +300,7 @@ def checked_keys(loss_fn: LossFn, keys: jax.Array | None, count: int) -> jax.Arr
 
 
 def squared_norm(array: jax.Array) -> jax.Array:
-    """Σ of squares over all but the first axis, in float64: no cancellation, no overflow."""
+    """Returns sums of squares over all but the first axis, in float64, which do not overflow."""
 
     def sum_of_squares(array):
         parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
@@ -317,30 +319,30 @@ def clip_factors(
     reserve: float | None = None,
     taken: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖; zero where that is no number.
+    """Returns c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖.
 
-    Padding has factor zero, and so has an example whose norm is not finite. The factors are
-    rounded down.
+    Padding has factor zero, and so has an example whose norm is not finite or for which `taken`
+    leaves nothing of C. The factors are rounded down.
 
     Args:
         norms_squared: terms of ‖g_i‖², each of shape [B].
         is_padding: which examples do not count.
         l2_clip_norm: C; may be traced.
-        dtype: of the factors.
+        dtype: the type of the factors.
         reserve: the share of C that the rounding of the sum may need; `sums.RESERVE` by default.
-        taken: what else an example may add to the sum, each of shape [B].
+        taken: bounds on what an example may add to the sum otherwise, each of shape [B].
     """
 
     def compute(norms_squared, taken, is_padding, traced):
         norms = jnp.sqrt(functools.reduce(jnp.add, norms_squared))
-        # A number becomes float64 here: as a float32 it might be rounded up.
+        # A Python number becomes float64 here, because float32 might round it up.
         limit = jnp.asarray(traced[0] if traced else l2_clip_norm, norms.dtype)
         room = limit * (1 - (sums.RESERVE if reserve is None else reserve))
         room = functools.reduce(jnp.subtract, taken, jnp.broadcast_to(room, norms.shape))
         usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
         exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
         factors = lax.convert_element_type(exact, dtype)
-        # A subnormal factor has few bits: rounded up it would add more than 1e-6.
+        # A subnormal factor has few bits: if rounded up, it would add more than 1e-6.
         too_large = lax.convert_element_type(factors, exact.dtype) > exact
         factors = jnp.where(too_large, jnp.nextafter(factors, 0), factors)
         return factors, lax.convert_element_type(norms, dtype)
@@ -352,7 +354,7 @@ def clip_factors(
 
 
 def scaled(array: jax.Array, weights: jax.Array) -> jax.Array:
-    """c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
+    """Returns c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
     array = array.astype(float32_or_wider(array))
     weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
     return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
@@ -364,7 +366,7 @@ def in_microbatches(
     is_padding: jax.Array,
     size: int | None,
 ) -> Summed:
-    """Runs all rows at once, or `size` at a time with the sums added up."""
+    """Runs all rows at once, or `size` rows at a time and adds up the sums."""
     count = is_padding.shape[0]
     if size is None or size >= count:
         return run(rows, is_padding)

@@ -15,15 +15,13 @@ import numpy as np
 from mirrordp import _show, _validate
 from mirrordp._warn import warn
 from mirrordp.privacy import accounting, ghost, sums
-from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent, Epsilon
+from mirrordp.privacy.accounting import UNITS, Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.privacy.clipping import ClippedGrad
 from mirrordp.privacy.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
 from mirrordp.privacy.sampling import CyclicPoissonSampling, FullBatch, Sampling, in_random_places
 from mirrordp.privacy.secure import SecureRandom
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.types import LossFn, PyTree
-
-UNITS = ("example", "user")
 
 _LEAST_NOISE = 2.0**-20
 

@@ -1,12 +1,12 @@
-"""Which records join which step, and what that costs: one object answers both questions.
+"""Samplers, which decide both the records of each step and what these draws cost.
 
 A sampler is a frozen value made of public constants (inclusion probability, expected batch size,
-capacity). It draws batches of indices with `batches`, and states the event those draws amount to
+capacity). It draws batches of indices with `batches`, and states the privacy event of these draws
 with `event`; nothing else in the library decides an amplification factor.
 
-Draws vary in size. `passes` cuts each into rows of `capacity` indices, padded with -1, so that the
-compiled step always sees one shape. A draw above the capacity takes further rows: nothing is
-dropped, and Poisson stays Poisson.
+Draws vary in size. `passes` cuts each draw into rows of `capacity` indices, padded with -1, so that
+the compiled step always sees one shape. A draw above the capacity takes further rows, so nothing is
+dropped and Poisson sampling stays Poisson sampling.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ PADDING = -1
 
 @runtime_checkable
 class Sampling(Protocol):
-    """What every sampler offers; all of it is public knowledge except what `batches` draws."""
+    """The interface of samplers. All of it is public except the draws of `batches`."""
 
     name: ClassVar[str]
     """The sampler in one or two words, as reports print it."""
@@ -49,11 +49,11 @@ class Sampling(Protocol):
 
     @property
     def num_examples(self) -> int | None:
-        """The number of records the sampler was made for, where that is public; else None."""
+        """The number of records that the sampler was made for if it is public, else None."""
         ...
 
     def event(self, noise_multiplier: float, num_steps: int) -> DpEvent:
-        """The privacy event of `num_steps` noisy sums over batches drawn by this sampler."""
+        """Returns the privacy event of `num_steps` noisy sums over batches of this sampler."""
         ...
 
     def check(self, adjacency: Adjacency) -> None:
@@ -68,9 +68,9 @@ class Sampling(Protocol):
 
 
 def default_capacity(expected_batch_size: float) -> int:
-    """Room for the expected batch and 3.5 standard deviations, in multiples of eight.
+    """Returns the expected batch size plus 3.5 standard deviations, as a multiple of eight.
 
-    Above it, once in about four thousand steps, a step takes a second pass.
+    About one step in four thousand draws more records and takes a second pass.
     """
     wanted = expected_batch_size + 3.5 * math.sqrt(expected_batch_size)
     return 8 * math.ceil(wanted / 8)
@@ -79,10 +79,10 @@ def default_capacity(expected_batch_size: float) -> int:
 def in_random_places(
     indices: np.ndarray, capacity: int, rng: np.random.Generator | SecureRandom
 ) -> np.ndarray:
-    """The indices in random places of as many whole passes as they need, PADDING elsewhere.
+    """Returns the indices in random places of as many whole passes as they need, else PADDING.
 
-    Taking an index away from a uniformly random placement leaves one of the others, as long as
-    they need the same number of passes.
+    Without one of its indices, a uniformly random placement is a uniformly random placement of the
+    others, as long as they need the same number of passes.
     """
     places = max(1, math.ceil(len(indices) / capacity)) * capacity
     found = np.full(places, PADDING, np.int32)
@@ -97,7 +97,7 @@ def in_random_places(
 def passes(indices: np.ndarray, capacity: int) -> np.ndarray:
     """Cuts one draw into rows of `capacity` indices, the last one padded with -1.
 
-    An empty draw is one row of padding: an ordinary step that happens to sum nothing.
+    An empty draw is one row of padding, and an ordinary step that sums nothing.
 
     >>> passes(np.array([4, 2, 7]), capacity=2)
     array([[ 4,  2],
@@ -111,16 +111,16 @@ def passes(indices: np.ndarray, capacity: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoissonSampling:
-    """Every record joins every batch independently with probability q.
+    """Sampling in which every record joins every batch independently with probability q.
 
-    Where the number of records n is public (zero-out and replace adjacency) build it with
+    If the number of records n is public (zero-out and replace adjacency), build it with
     `PoissonSampling.for_batch_size`. Under add-remove adjacency n is secret, and the caller states
     q and the divisor.
 
     Args:
         sampling_prob: q.
-        expected_batch_size: the divisor of the noisy sum; n·q where n is public.
-        num_examples: n, where it is public; a run on another number of records is refused.
+        expected_batch_size: the divisor of the noisy sum; n·q if n is public.
+        num_examples: n if it is public; a run on another number of records is refused.
         capacity: rows of one padded pass; by default `default_capacity(expected_batch_size)`.
     """
 
@@ -139,7 +139,7 @@ class PoissonSampling:
     def for_batch_size(
         cls, batch_size: float, *, num_examples: int, capacity: int = 0
     ) -> "PoissonSampling":
-        """Poisson sampling whose batches hold `batch_size` of `num_examples` on average."""
+        """Returns Poisson sampling of `batch_size` out of `num_examples` records on average."""
         _check_batch_size(batch_size, num_examples)
         return cls(
             sampling_prob=batch_size / num_examples,
@@ -149,19 +149,19 @@ class PoissonSampling:
         )
 
     def event(self, noise_multiplier: float, num_steps: int) -> DpEvent:
-        """`num_steps` Poisson-sampled Gaussians."""
+        """Returns the event of `num_steps` Poisson-sampled Gaussians."""
         return accounting.poisson_event(
             noise_multiplier, sampling_prob=self.sampling_prob, num_steps=num_steps
         )
 
     def check(self, adjacency: Adjacency) -> None:
-        """Any adjacency; under add-remove n must not have entered."""
+        """Allows any adjacency, and add-remove only if the sampler was made without n."""
         _refuse_public_n(self, adjacency)
 
     def batches(
         self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """Independent Poisson draws."""
+        """Draws independent Poisson samples."""
         if isinstance(rng, SecureRandom):
             return (
                 np.flatnonzero(rng.bernoulli(self.sampling_prob, num_examples))
@@ -175,18 +175,19 @@ class PoissonSampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling:
-    """Records are dealt into groups; step t draws a Poisson sample from group t mod b.
+    """Sampling from b groups of records in turn: step t draws a Poisson sample of group t mod b.
 
-    A record takes part at most every `num_groups` steps, which is what correlated noise with that
-    many bands needs. With `sampling_prob=1` nothing is random after the dealing and nothing is
-    amplified: each record takes part in every b-th step exactly (a minimum separation of b).
+    A record takes part at most every `num_groups` steps, as correlated noise with that many bands
+    requires. With `sampling_prob=1` nothing is random once the records are dealt into groups, and
+    nothing is amplified: each record takes part in exactly every b-th step (a minimum separation of
+    b).
 
     Args:
         sampling_prob: q within the group whose turn it is.
         num_groups: b.
-        expected_batch_size: the divisor of the noisy sum; n·q/b where n is public.
-        num_examples: n, where it is public. If it is, groups are equal in size and the n mod b
-            records left over take no part; otherwise each record picks its group by itself.
+        expected_batch_size: the divisor of the noisy sum; n·q/b if n is public.
+        num_examples: n if it is public. Groups then have equal sizes, and the n mod b records that
+            are left over take no part; otherwise each record picks its group by itself.
         capacity: rows of one padded pass; by default `default_capacity(expected_batch_size)`.
     """
 
@@ -207,12 +208,13 @@ class CyclicPoissonSampling:
     def for_batch_size(
         cls, batch_size: float, *, num_examples: int, num_groups: int, capacity: int = 0
     ) -> "CyclicPoissonSampling":
-        """Cyclic Poisson sampling whose batches hold `batch_size` records on average."""
+        """Returns cyclic Poisson sampling of `batch_size` records on average."""
         _validate.positive_integer(num_groups=num_groups, num_examples=num_examples)
         group_size = num_examples // num_groups
         if group_size == 0:
             raise ValueError(
-                f"num_groups must be at most num_examples={num_examples}, got {num_groups}."
+                f"num_groups must be at most num_examples={num_examples}, got {num_groups}. Use "
+                "fewer groups."
             )
         _check_batch_size(batch_size, group_size, "the size of a group, num_examples // num_groups")
         return cls(
@@ -224,10 +226,11 @@ class CyclicPoissonSampling:
         )
 
     def event(self, noise_multiplier: float, num_steps: int) -> DpEvent:
-        """⌈num_steps / b⌉ Poisson-sampled Gaussians: as often as any one record can take part.
+        """Returns the event of ⌈num_steps / b⌉ Poisson-sampled Gaussians.
 
-        Holds for independent noise, and for banded noise of at most b bands whose columns have
-        unit norm (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization").
+        No record can take part more often. This holds for independent noise, and for banded noise
+        of at most b bands whose columns have unit norm (Choquette-Choo et al. 2023, "(Amplified)
+        Banded Matrix Factorization").
         """
         return accounting.poisson_event(
             noise_multiplier,
@@ -236,11 +239,11 @@ class CyclicPoissonSampling:
         )
 
     def check(self, adjacency: Adjacency) -> None:
-        """Add-remove or zero-out; replace only without amplification."""
+        """Allows add-remove and zero-out, and replace only without amplification."""
         _refuse_public_n(self, adjacency)
         if adjacency is Adjacency.REPLACE and self.sampling_prob < 1:
             raise accounting.UnsupportedError(
-                "cyclic Poisson sampling is not analysed under adjacency='replace'. Use "
+                "there is no analysis of cyclic Poisson sampling under adjacency='replace'. Use "
                 "'zero-out', or sampling_prob=1 (no amplification)."
             )
         if adjacency is Adjacency.REPLACE and self.num_examples is None:
@@ -252,7 +255,7 @@ class CyclicPoissonSampling:
     def batches(
         self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """Poisson draws from the groups in turn."""
+        """Draws Poisson samples of the groups in turn."""
         if isinstance(rng, SecureRandom):
             raise TypeError("cyclic Poisson sampling has no secure form; use PoissonSampling.")
         kinds = batch_selection.PartitionType
@@ -267,7 +270,7 @@ class CyclicPoissonSampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedSizeSampling:
-    """Every batch is a uniformly random subset of exactly `batch_size` records.
+    """Sampling in which every batch is a uniformly random subset of `batch_size` records.
 
     Args:
         batch_size: the number of records in each batch, and the divisor.
@@ -293,11 +296,11 @@ class FixedSizeSampling:
 
     @property
     def expected_batch_size(self) -> float:
-        """The batch size, which is the same each time."""
+        """The batch size, which does not vary."""
         return float(self.batch_size)
 
     def event(self, noise_multiplier: float, num_steps: int) -> DpEvent:
-        """`num_steps` Gaussians over samples without replacement."""
+        """Returns the event of `num_steps` Gaussians over samples without replacement."""
         return accounting.fixed_size_event(
             noise_multiplier,
             num_examples=self.num_examples,
@@ -306,17 +309,17 @@ class FixedSizeSampling:
         )
 
     def check(self, adjacency: Adjacency) -> None:
-        """Replace only: the analysis of sampling without replacement holds n fixed."""
+        """Allows replace only, since the analysis of sampling without replacement keeps n fixed."""
         if adjacency is not Adjacency.REPLACE:
             raise accounting.UnsupportedError(
-                f"fixed-size sampling is not analysed under adjacency={adjacency.value!r}. Use "
-                "'replace', or PoissonSampling, which costs less."
+                f"there is no analysis of fixed-size sampling under adjacency={adjacency.value!r}. "
+                "Use 'replace', or PoissonSampling, which costs less."
             )
 
     def batches(
         self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """Independent uniform subsets."""
+        """Draws independent uniform subsets."""
         if isinstance(rng, SecureRandom):
             return (rng.subset(self.batch_size, num_examples) for _ in range(num_steps))
         strategy = batch_selection.FixedBatchSampling(
@@ -327,11 +330,11 @@ class FixedSizeSampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullBatch:
-    """Every record joins every batch, as in the paper's Algorithm 1.
+    """Sampling in which every record joins every batch, as in the paper's Algorithm 1.
 
     Args:
-        expected_batch_size: the divisor of the noisy sum; n where n is public.
-        num_examples: n, where it is public.
+        expected_batch_size: the divisor of the noisy sum; n if n is public.
+        num_examples: n if it is public.
         capacity: rows of one padded pass; by default all n in one.
     """
 
@@ -346,29 +349,29 @@ class FullBatch:
 
     @property
     def sampling_prob(self) -> float:
-        """1: everybody is in."""
+        """Always 1."""
         return 1.0
 
     @classmethod
     def of(cls, num_examples: int, *, capacity: int = 0) -> "FullBatch":
-        """Full batches of a public number of records."""
+        """Returns full batches of a public number of records."""
         _validate.positive_integer(num_examples=num_examples)
         return cls(
             expected_batch_size=float(num_examples), num_examples=num_examples, capacity=capacity
         )
 
     def event(self, noise_multiplier: float, num_steps: int) -> DpEvent:
-        """`num_steps` Gaussians."""
+        """Returns the event of `num_steps` Gaussians."""
         return accounting.full_batch_event(noise_multiplier, num_steps=num_steps)
 
     def check(self, adjacency: Adjacency) -> None:
-        """Any adjacency; under add-remove n must not have entered."""
+        """Allows any adjacency, and add-remove only if the sampler was made without n."""
         _refuse_public_n(self, adjacency)
 
     def batches(
         self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """All indices, each time."""
+        """Returns all indices for every step."""
         del rng
         everyone = np.arange(num_examples, dtype=np.int32)
         return (everyone for _ in range(num_steps))
@@ -377,7 +380,7 @@ class FullBatch:
 def _check_constants(
     sampler: Sampling, capacity_for: Callable[[float], int] = default_capacity
 ) -> None:
-    """Checks what all samplers have, and fills in the capacity where none was given."""
+    """Checks the constants that all samplers have, and fills in a missing capacity."""
     _validate.positive(expected_batch_size=sampler.expected_batch_size)
     if sampler.num_examples is not None:
         _validate.positive_integer(num_examples=sampler.num_examples)

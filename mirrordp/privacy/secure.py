@@ -1,8 +1,8 @@
 """Random numbers that an adversary cannot predict, with exact distributions.
 
 Bits come from AES-256 in counter mode (the `cryptography` library), under a key and a counter that
-the operating system provides afresh for every call. There is no state between calls: nothing to
-steal, to repeat, or to share between threads and forked processes by accident. The distributions
+the operating system provides afresh for every call. There is no state between calls that could be
+stolen, repeated, or shared by accident between threads and forked processes. The distributions
 below are exact functions of uniform bits; see docs/secure-noise.md.
 """
 
@@ -19,28 +19,28 @@ from scipy import special
 
 from mirrordp import _validate
 
-# Bound on the error of the float64 inverse below, in standard deviations: 63 bits of a tail
-# probability above 2⁻²⁴ leave the quantile undecided by less than 2⁻⁴², and the rest is more than
-# 400 times what is documented of `ndtri`.
+# A bound on the error of the float64 inverse below, in standard deviations. 63 bits of a tail
+# probability above 2⁻²⁴ determine the quantile up to 2⁻⁴², and the rest of the bound is more than
+# 400 times the documented error of `ndtri`.
 _QUANTILE_ERROR = 2.0**-39
 _SMALLEST_TAIL = 2.0**-24
 _CHUNK = 2**16
 
 
 def require_cryptography() -> ModuleType:
-    """The module of ciphers, or an error that says what to install."""
+    """Returns the module of ciphers, or raises an error that says what to install."""
     try:
         from cryptography.hazmat.primitives import ciphers
     except ImportError as error:
         raise ImportError(
-            "secure randomness needs the package 'cryptography', which is not installed. "
-            "Run: pip install 'mirrordp[secure]'."
+            "secure randomness needs the package 'cryptography', which is not installed; run: "
+            "pip install 'mirrordp[secure]'."
         ) from error
     return ciphers
 
 
 class SecureRandom:
-    """Where a secure run gets its randomness; takes the place of `numpy.random.Generator`.
+    """The source of randomness of a secure run, in place of `numpy.random.Generator`.
 
     It has no seed and no state, and all instances are alike.
     """
@@ -49,7 +49,7 @@ class SecureRandom:
         require_cryptography()
 
     def words(self, count: int) -> np.ndarray:
-        """`count` independent uniform 64-bit integers."""
+        """Returns `count` independent uniform 64-bit integers."""
         ciphers = require_cryptography()
         cipher = ciphers.Cipher(
             ciphers.algorithms.AES(os.urandom(32)), ciphers.modes.CTR(os.urandom(16))
@@ -57,9 +57,9 @@ class SecureRandom:
         return np.frombuffer(cipher.encryptor().update(bytes(8 * count)), np.uint64)
 
     def bernoulli(self, probability: float, count: int) -> np.ndarray:
-        """`count` coins that show True with ⌊2⁶⁴·probability⌋ / 2⁶⁴, at most `probability`.
+        """Returns `count` coins that are True with probability ⌊2⁶⁴·probability⌋ / 2⁶⁴.
 
-        Rounding down never costs privacy: a smaller sampling probability leaks less.
+        Rounding down never costs privacy, since a smaller sampling probability leaks less.
         """
         _validate.probability(probability=probability)
         if probability == 1:
@@ -68,14 +68,14 @@ class SecureRandom:
         return self.words(count) < np.uint64(int(math.ldexp(probability, 64)))
 
     def subset(self, size: int, count: int) -> np.ndarray:
-        """A uniformly random subset of `size` of the integers below `count`."""
+        """Returns a uniformly random subset of `size` of the integers below `count`."""
         while True:
             words = self.words(count)
             if len(np.unique(words)) == count:
                 return np.argsort(words)[:size]
 
     def rounded_gaussian(self, stddev: float, count: int) -> np.ndarray:
-        """`count` independent draws of round(stddev · Z), Z standard normal, as int32.
+        """Returns `count` independent draws of round(stddev · Z), Z standard normal, as int32.
 
         P[K = k] = Φ((k + ½) / stddev) − Φ((k − ½) / stddev), exactly.
         """
@@ -96,16 +96,16 @@ class SecureRandom:
 
 @functools.cache
 def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Threads of this process; NumPy, scipy and OpenSSL let go of the interpreter's lock."""
+    """Returns threads of this process; NumPy, scipy and OpenSSL release the interpreter's lock."""
     del pid
     return concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
 def rounded_gaussian_of(words: np.ndarray, stddev: float, more: SecureRandom) -> np.ndarray:
-    """The draw of round(stddev · Z) that each 64-bit word begins; `more` provides further bits.
+    """Returns the draw K of round(stddev · Z) that each 64-bit word begins.
 
     The lowest bit is the sign, the others are the first 63 bits of U, uniform on [0, 1), and
-    |K| = round(−stddev · Φ⁻¹(U / 2)).
+    |K| = round(−stddev · Φ⁻¹(U / 2)). If they do not decide K, `more` provides further bits.
     """
     bits = words >> np.uint64(1)
     tail = (bits.astype(np.float64) + 0.5) * 2.0**-64
@@ -120,7 +120,7 @@ def rounded_gaussian_of(words: np.ndarray, stddev: float, more: SecureRandom) ->
 
 
 def _exact_magnitude(bits: int, stddev: float, more: SecureRandom) -> int:
-    """|K| for the U that begins with these 63 bits.
+    """Returns |K| for the U that begins with these 63 bits.
 
     With n bits known, U / 2 lies in [bits, bits + 1) / 2^(n + 1), and |K| = k where
     Φ(−(k + ½) / stddev) ≤ U / 2 < Φ(−(k − ½) / stddev).
@@ -128,7 +128,7 @@ def _exact_magnitude(bits: int, stddev: float, more: SecureRandom) -> int:
     length = 63
     guess = _magnitude_near(bits, length, stddev)
     while True:
-        # Far more digits than there are bits, so that the doubt is that of the bits.
+        # The digits are far more precise than the bits, so that only the bits are in doubt.
         digits = 40 + length // 3
         with decimal.localcontext() as context:
             context.prec = digits
@@ -155,7 +155,7 @@ def _magnitude_near(bits: int, length: int, stddev: float) -> int:
 
 
 def normal_tail(x: float, stddev: float) -> Decimal:
-    """Φ(−x / stddev) for x ≥ 0, to nine digits less than the context's precision.
+    """Returns Φ(−x / stddev) for x ≥ 0, to nine digits less than the context's precision.
 
     Φ(−z) = ½ − φ(z) (z + z³/3 + z⁵/(3·5) + ...): all terms are positive, so each of the n terms
     adds at most n + 2 units in the last place of a sum below ½.
@@ -165,7 +165,7 @@ def normal_tail(x: float, stddev: float) -> Decimal:
     term = total = z
     smallest = Decimal(10) ** -(decimal.getcontext().prec + 5)
     odd = 1
-    # Once the terms shrink by half at each step, what is left is no more than the last of them.
+    # Once each term is at most half of the one before, the rest is no more than the last of them.
     while term > smallest * total or odd < 2 * square:
         odd += 2
         term = term * square / odd
@@ -175,7 +175,7 @@ def normal_tail(x: float, stddev: float) -> Decimal:
 
 
 def _pi() -> Decimal:
-    """π to the context's precision, by Machin's formula."""
+    """Returns π to the context's precision, by Machin's formula."""
     return _machin(decimal.getcontext().prec)
 
 

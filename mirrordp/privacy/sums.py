@@ -1,9 +1,9 @@
 """Sums of clipped contributions that carry no rounding from one record to another.
 
-A running sum in floating point is not a sum of what the records add: how each term is rounded
-depends on all terms before it, so that one record can change what thousands of others contribute.
-Neighbouring sums of 10⁵ rows in float32 can differ by ten times the clip norm. Here a sum is a sum
-of integers instead. With g = 2^(⌊log₂ C⌋ − 34), the *grain*,
+A running sum in floating point is not the sum of the records' contributions: the rounding of each
+term depends on all terms before it, so that one record can change how thousands of others
+contribute. Neighbouring sums of 10⁵ rows in float32 can differ by ten times the clip norm. Here a
+sum is a sum of integers instead. With g = 2^(⌊log₂ C⌋ − 34), the *grain*,
 
     total = Σ_j trunc(P_j / g),         sum ≈ g · total,
 
@@ -12,13 +12,14 @@ exact, whatever the order, so a record changes the term of its own block and not
 
 - A block of one record: truncation towards zero never lengthens a vector. The sum changes by at
   most the norm of the record's contribution.
-- A block of several records: the sum changes by at most ‖P_j − P'_j‖ + g·√p. How far the
-  rounding inside a block reaches is for whoever computes P_j to bound; see `privacy.ghost`.
+- A block of several records: the sum changes by at most ‖P_j − P'_j‖ + g·√p. The code that
+  computes P_j has to bound the rounding inside a block; see `privacy.ghost`.
 
 The integers have 64 bits, in two halves of 32 so that nothing depends on `jax_enable_x64`. They
-hold the sum over `MAX_RECORDS` records. `RESERVE` is what clipping leaves free for all that is
-rounded once per record or once per sum: the clip factor and the product with it (2⁻²²), g·√p for p
-up to 2³⁰ coordinates (2⁻¹⁹), and the conversion of two whole sums to float64 (2⁻²⁵).
+hold the sum over `MAX_RECORDS` records. `RESERVE` is the share of C that clipping leaves free for
+everything that is rounded once per record or once per sum: the clip factor and the product with it
+(2⁻²²), g·√p for p up to 2³⁰ coordinates (2⁻¹⁹), and the conversion of two whole sums to float64
+(2⁻²⁵).
 """
 
 import dataclasses
@@ -45,12 +46,12 @@ RESERVE = 2.0**-18
 
 
 def grain_exponent(l2_clip_norm: float) -> int:
-    """log₂ g for contributions of norm at most `l2_clip_norm`: C / g lies in [2³⁴, 2³⁵)."""
+    """Returns log₂ g for contributions of norm at most C: C / g lies in [2³⁴, 2³⁵)."""
     return math.frexp(l2_clip_norm)[1] - 1 - GRAIN_BITS
 
 
 def check_count(count: int) -> None:
-    """Raises if the integers of a sum might not hold so many records."""
+    """Raises if the integers of a sum might not hold this number of records."""
     if count > MAX_RECORDS:
         raise ValueError(
             f"one sum holds at most {MAX_RECORDS:,} records, got {count:,}. Use smaller batches."
@@ -60,8 +61,8 @@ def check_count(count: int) -> None:
 def check_clip_norm(l2_clip_norm: float) -> None:
     """Raises for clip norms near the ends of floating point.
 
-    In float32 noise would be rounded to zero there, and sums would not; in float64 squares of
-    gradients that must be clipped would be.
+    In float32, noise would be rounded to zero there but sums would not. In float64, the squares of
+    gradients that must be clipped would be rounded to zero.
     """
     _validate.positive(l2_clip_norm=l2_clip_norm)
     if not 1e-30 <= l2_clip_norm <= 1e30:
@@ -72,7 +73,7 @@ def check_clip_norm(l2_clip_norm: float) -> None:
 
 
 def float32_or_wider(leaf: Any) -> Any:
-    """The dtype in which contributions like `leaf` are computed and sums are returned."""
+    """Returns the dtype in which contributions like `leaf` are computed and summed."""
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
@@ -85,13 +86,13 @@ def float32_or_wider(leaf: Any) -> Any:
 class ExactSum:
     """A tree of sums, each an integer of 64 bits times g = 2^exponent.
 
-    Add two with `+`. It is not private: the noise is yet to come.
+    Sums are added with `+`. A sum is not private, because noise has not been added yet.
 
     Attributes:
         high: the upper 32 bits, int32.
         low: the lower 32 bits, uint32.
         exponent: log₂ g.
-        dtypes: of the leaves as floating-point numbers, in order.
+        dtypes: the types of the leaves as floating-point numbers, in order.
     """
 
     high: PyTree
@@ -101,19 +102,19 @@ class ExactSum:
 
     @classmethod
     def of(cls, contributions: PyTree, l2_clip_norm: float) -> "ExactSum":
-        """The sum of one: a record's contribution, truncated to whole grains."""
+        """Returns the sum of one contribution, truncated to whole grains."""
         return cls.over(jax.tree.map(lambda leaf: leaf[None], contributions), l2_clip_norm)
 
     @classmethod
     def over(cls, contributions: PyTree, l2_clip_norm: float) -> "ExactSum":
-        """The sum over the first axis, of at most `MAX_RECORDS` finite contributions."""
+        """Returns the sum over the first axis, of at most `MAX_RECORDS` finite contributions."""
         exponent = grain_exponent(l2_clip_norm)
         leaves, tree = jax.tree.flatten(contributions)
         return cls.from_halves(tree, [halves(leaf, exponent) for leaf in leaves], exponent, leaves)
 
     @classmethod
     def zero(cls, like: PyTree, l2_clip_norm: float) -> "ExactSum":
-        """The sum over nobody, for contributions of the shapes of `like`."""
+        """Returns the sum over no records, for contributions of the shapes of `like`."""
         leaves, tree = jax.tree.flatten(like)
         zeros = [nothing(leaf.shape) for leaf in leaves]
         return cls.from_halves(tree, zeros, grain_exponent(l2_clip_norm), leaves)
@@ -122,7 +123,7 @@ class ExactSum:
     def from_halves(
         cls, tree: Any, pairs: Sequence[Halves], exponent: int, like: Sequence[Any]
     ) -> "ExactSum":
-        """A sum from its leaves' halves; `like` gives their dtypes."""
+        """Makes a sum from its leaves' halves; `like` gives their dtypes."""
         return cls(
             high=jax.tree.unflatten(tree, [high for high, _ in pairs]),
             low=jax.tree.unflatten(tree, [low for _, low in pairs]),
@@ -132,7 +133,11 @@ class ExactSum:
 
     def __add__(self, other: "ExactSum") -> "ExactSum":
         if (self.exponent, self.dtypes) != (other.exponent, other.dtypes):
-            raise ValueError("sums of another grain or of other types cannot be added.")
+            raise ValueError(
+                "only sums of the same grain and types can be added, got "
+                f"{(self.exponent, self.dtypes)} and {(other.exponent, other.dtypes)}. "
+                "Make both with the same clip norm and parameters."
+            )
         ours, theirs = self.leaves(), other.leaves()
         pairs = [added(one, two) for one, two in zip(ours, theirs, strict=True)]
         tree = jax.tree.structure(self.high)
@@ -140,11 +145,11 @@ class ExactSum:
         return dataclasses.replace(self, high=high, low=low)
 
     def leaves(self) -> list[Halves]:
-        """The halves of each leaf."""
+        """Returns the halves of each leaf."""
         return list(zip(*map(jax.tree.leaves, (self.high, self.low)), strict=True))
 
     def zeros(self) -> PyTree:
-        """Floating-point zeros of the shapes and types of `floats()`."""
+        """Returns floating-point zeros of the shapes and types of `floats()`."""
         leaves, tree = jax.tree.flatten(self.high)
         return jax.tree.unflatten(
             tree,
@@ -152,11 +157,11 @@ class ExactSum:
         )
 
     def floats(self) -> PyTree:
-        """The sum as floating-point numbers, to look at: rounded, so noise must not follow."""
+        """Returns the sum as rounded floating-point numbers, to which no noise may be added."""
         return self.map_wide(lambda wide: wide)
 
     def map_wide(self, function: Callable[..., jax.Array], *trees: PyTree) -> PyTree:
-        """function(sum in float64, *leaves), leaf by leaf, rounded to the leaf's dtype at last."""
+        """Returns `function(sum in float64, *leaves)`, rounded to each leaf's dtype at the end."""
 
         def rounded(dtype: str, high: jax.Array, low: jax.Array, *others: jax.Array) -> jax.Array:
             wide = function(joined(high, low, self.exponent), *others)
@@ -174,7 +179,7 @@ class ExactSum:
 
 
 def nothing(shape: tuple[int, ...]) -> Halves:
-    """Zeros."""
+    """Returns zeros."""
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32)
 
 
@@ -182,14 +187,13 @@ def require_real(values: jax.Array) -> None:
     """Raises for complex numbers."""
     if jnp.iscomplexobj(values):
         raise TypeError(
-            f"noise is real and would leave imaginary parts bare: expected real parameters, got "
-            f"{values.dtype}. Use real ones, and as many again for imaginary parts."
+            f"noise is real and would not cover imaginary parts: expected real parameters, got "
+            f"{values.dtype}. Use two real parameters for the real and the imaginary part."
         )
 
 
 def halves(values: jax.Array, exponent: int) -> Halves:
-    """Σ_j trunc(values_j / 2^exponent) over the first axis, as two halves of 32 bits."""
-
+    """Returns Σ_j trunc(values_j / 2^exponent) over the first axis, as halves of 32 bits."""
     require_real(values)
 
     def add_up(values):
@@ -199,7 +203,7 @@ def halves(values: jax.Array, exponent: int) -> Halves:
 
 
 def grains(values: jax.Array, exponent: int) -> jax.Array:
-    """trunc(values / 2^exponent), to be called where 64-bit types are on.
+    """Returns trunc(values / 2^exponent); to be called where 64-bit types are on.
 
     Multiplying by a power of two is exact, and the conversion to integers truncates.
     """
@@ -212,20 +216,20 @@ def grains(values: jax.Array, exponent: int) -> jax.Array:
 
 
 def added(one: Halves, other: Halves) -> Halves:
-    """The sum of two numbers in halves: the lower ones wrap around, and carry."""
+    """Returns the sum of two numbers in halves: the lower halves wrap around, and carry."""
     low = one[1] + other[1]
     return one[0] + other[0] + (low < one[1]).astype(jnp.int32), low
 
 
 def split(total: jax.Array) -> Halves:
-    """64-bit integers as halves of 32 bits, to be called where 64-bit types are on."""
+    """Returns 64-bit integers as halves of 32 bits; to be called where 64-bit types are on."""
     high = lax.convert_element_type(total >> 32, jnp.int32)
     low = lax.convert_element_type(total & jnp.int64(0xFFFFFFFF), jnp.uint32)
     return high, low
 
 
 def joined(high: jax.Array, low: jax.Array, exponent: int) -> jax.Array:
-    """The number in float64, to be called where 64-bit types are on; rounded beyond 2⁵³ grains."""
+    """Returns the number in float64, rounded beyond 2⁵³ grains; needs 64-bit types switched on."""
     total = (lax.convert_element_type(high, jnp.int64) << 32) | lax.convert_element_type(
         low, jnp.int64
     )

@@ -1,8 +1,8 @@
-"""Line and point charts as SVG text: numbers in, one `<svg>` element out, no dependencies.
+"""Line and point charts as SVG text: numbers in, one `<svg>` element out, without dependencies.
 
 A chart is drawn once wide and once narrow, and the page shows the one that fits, so that letters
-keep their size on a phone. Series differ in colour, in marker and in dashes, so that none of these
-is needed alone.
+keep their size on a phone. Series differ in colour, marker and dashes, so that a reader who misses
+one of these can still tell them apart.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mirrordp._show import escaped
 
-# Okabe and Ito's palette, told apart under every common colour blindness.
+# Okabe and Ito's palette, which can be told apart under every common colour blindness.
 PALETTE = ("#555555", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 _INK, _FAINT = "#33404d", "#d9dee3"
@@ -19,18 +19,18 @@ _INK, _FAINT = "#33404d", "#d9dee3"
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Points of one kind, in the order in which a line goes through them.
+    """The points of one kind, in the order in which a line goes through them.
 
     Attributes:
-        label: its name in the legend.
+        label: the name in the legend.
         x: abscissae.
         y: ordinates; a point that is not finite is left out.
         low: lower ends of the band or the error bars, or None.
         high: upper ends.
-        band: draw low and high as a band; else as a bar at each point.
-        look: number that decides colour, marker and dashes.
-        markers: draw a marker at each point.
-        solid: without dashes, where there is nothing to tell apart.
+        band: whether low and high are drawn as a band, not as a bar at each point.
+        look: a number that decides colour, marker and dashes.
+        markers: whether points have markers.
+        solid: whether the line has no dashes, for a chart of one series.
         names: a word beside each point, or None.
     """
 
@@ -47,19 +47,19 @@ class Series:
 
     @property
     def colour(self) -> str:
-        """Its colour."""
+        """The colour of the series."""
         return PALETTE[self.look % len(PALETTE)]
 
     @property
     def dashes(self) -> str:
-        """Its dash pattern; empty for a whole line."""
+        """The dash pattern of the line; empty for a whole line."""
         if self.solid:
             return ""
         return _DASHES[(self.look // len(PALETTE) + self.look) % len(_DASHES)]
 
 
 def both_sizes(series: Sequence[Series], **options) -> str:
-    """The chart wide and narrow; the style sheet hides the one that does not fit."""
+    """Draws the chart wide and narrow; the style sheet hides the one that does not fit."""
     wide = chart(series, width=760, height=330, **options)
     narrow = chart(series, width=350, height=290, **options)
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
@@ -76,17 +76,17 @@ def chart(
     log_x: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """One chart.
+    """Draws one chart.
 
     Args:
         series: what to draw, later ones above earlier ones.
-        describe: the chart in a sentence, for those who do not see it.
-        x_label: below the horizontal axis.
-        y_label: above the vertical axis.
-        width: in pixels.
-        height: in pixels.
-        log_x: logarithmic horizontal axis; all x must be positive.
-        from_zero: let the vertical axis begin at zero.
+        describe: the chart in a sentence, for readers who cannot see it.
+        x_label: the text below the horizontal axis.
+        y_label: the text above the vertical axis.
+        width: the width in pixels.
+        height: the height in pixels.
+        log_x: whether the horizontal axis is logarithmic; all x must be positive.
+        from_zero: whether the vertical axis begins at zero.
     """
     xs = [x for one in series for x in one.x]
     ys = [y for one in series for ends in (one.y, one.low or (), one.high or ()) for y in ends]
@@ -161,7 +161,7 @@ def _drawn(one: Series, to_x, to_y, markers_every: int) -> list[str]:
 
 
 def _named(one: Series, to_x, to_y, middle: float) -> list[str]:
-    """The names of the points, each on the side on which there is room."""
+    """Writes the names of the points, each on the side that has room."""
     parts = []
     for x, y, name in zip(one.x, one.y, one.names or [""] * len(one.x), strict=True):
         if name and math.isfinite(y):
@@ -174,7 +174,7 @@ def _named(one: Series, to_x, to_y, middle: float) -> list[str]:
 
 
 def marker(look: int, x: float, y: float) -> str:
-    """A small shape: square, triangle, circle, diamond, triangle downwards, cross."""
+    """Draws a small square, triangle, circle, diamond, downward triangle or cross."""
     shapes = (
         "M-4.5 -4.5h9v9h-9Z",
         "M0 -5.5L5.2 4H-5.2Z",
@@ -190,7 +190,7 @@ def marker(look: int, x: float, y: float) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """The names of the series, each with its line and marker."""
+    """Lists the names of the series, each with its line and marker."""
     items = []
     for one in series:
         dashes = f' stroke-dasharray="{one.dashes}"' if one.dashes else ""

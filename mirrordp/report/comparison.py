@@ -1,7 +1,8 @@
 """Several runs side by side: reports in; a table, a privacy-utility figure and notes out.
 
-Everything here follows from stored reports. A quantity can be compared if all rows name it in their
-results (of the run, or of each of its methods); names that end in `_standard_error` are its errors.
+Everything here follows from stored reports. A quantity can be compared if all rows name it in the
+results of the run, or in those of each of its methods. A name with `_standard_error` appended holds
+the error of a quantity.
 """
 
 import dataclasses
@@ -12,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mirrordp.report import ReportError, RunReport, upwards
+from mirrordp._rounding import upwards
 from mirrordp.report.charts import PALETTE
+from mirrordp.report.statement import RunReport
+from mirrordp.report.stored import ReportError
 
 _ERROR = "_standard_error"
 _HIGHER_IS_BETTER = re.compile(r"accuracy|auc|r2|score|precision|recall|f1")
-# More names beside points would lie on each other.
+# More names beside points would overlap.
 _MOST_NAMES = 12
 _UTILITY = re.compile(
     r"loss|accuracy|auc|r2|score|error|rmse|mae|mse|perplexity|deviance|risk|f1|precision|recall"
@@ -33,7 +36,7 @@ class Outcome:
         label: the method's name.
         report: the statement of the run.
         values: released quantities by name.
-        errors: standard errors of those that have one.
+        errors: the standard errors of the quantities that have one.
     """
 
     run: str
@@ -44,15 +47,20 @@ class Outcome:
 
     @property
     def target(self) -> str | None:
-        """What it predicts, where the report says so."""
+        """What the model predicts, or None if the report does not say."""
         target, task = (self.report.results.get(name) for name in ("target", "task"))
         if not isinstance(target, str):
             return None
         return f"{task} of {target!r}" if isinstance(task, str) else repr(target)
 
+    def with_error(self, name: str) -> str:
+        """Returns a quantity as text, with its standard error if it has one."""
+        error = f" ± {self.errors[name]:.2g}" if name in self.errors else ""
+        return f"{self.values[name]:.4g}{error}"
+
 
 def outcomes(report: RunReport, run: str) -> list[Outcome]:
-    """The rows of one run: one for each method it compared, or one in all."""
+    """Returns the rows of one run: one for each method that it compared, or a single one."""
     methods = report.results.get("methods")
     if isinstance(methods, dict) and methods and all(isinstance(m, dict) for m in methods.values()):
         rows = [(str(one.get("label", name)), one) for name, one in methods.items()]
@@ -73,19 +81,19 @@ def _quantities(content: Mapping[str, Any]) -> tuple[dict[str, float], dict[str,
 
 
 def metrics(rows: Sequence[Outcome]) -> list[str]:
-    """Names that sound like the quality of a model and occur in every row."""
+    """Returns the names that sound like the quality of a model and occur in every row."""
     shared = [name for name in rows[0].values if all(name in row.values for row in rows)]
     return [name for name in shared if _UTILITY.search(name.lower())]
 
 
 def higher_is_better(metric: str) -> bool:
-    """By its name."""
+    """Judges by the name of a quantity whether higher values are better."""
     return bool(_HIGHER_IS_BETTER.search(metric.lower()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Rows of several runs, and the quantity by which they are compared, if there is one."""
+    """The rows of several runs, and the quantity by which they are compared, if there is one."""
 
     rows: tuple[Outcome, ...]
     metric: str | None
@@ -95,9 +103,9 @@ class Comparison:
         """Gathers the rows of all runs.
 
         Args:
-            reports: by name of the run.
-            metric: the quantity to compare by; default: the first that sounds like one and that
-                all rows have.
+            reports: the reports by name of the run.
+            metric: the quantity to compare by; by default the first that all rows have and that
+                sounds like the quality of a model.
 
         Raises:
             ReportError: if a row does not have `metric`.
@@ -116,36 +124,36 @@ class Comparison:
 
     @classmethod
     def read(cls, folders: Sequence[Path], metric: str | None = None) -> "Comparison":
-        """`of` the reports in these folders, named as shortly as tells them apart."""
+        """Reads the reports in these folders and names each by the end of its path."""
         names = _short_names(folders)
         reports = [RunReport.read(folder) for folder in folders]
         return cls.of(dict(zip(names, reports, strict=True)), metric)
 
     @property
     def _targets(self) -> list[str]:
-        """What the rows predict, each once, where their reports say so."""
+        """The different targets that the rows predict, as far as their reports say."""
         return sorted({row.target for row in self.rows if row.target is not None})
 
     def label(self, row: Outcome) -> str:
-        """The method of a row, with its target where the rows have different ones."""
+        """Returns the method of a row, with its target if the rows have different ones."""
         if len(self._targets) < 2 or row.target is None:
             return row.label
         return f"{row.label}, {row.target}"
 
     def names(self, rows: Sequence[Outcome]) -> list[str] | None:
-        """The runs of points in a figure; None where there is one run, or no room for names."""
+        """Returns the run of each point in a figure; None for a single run or too many points."""
         runs = {row.run for row in self.rows}
         if len(runs) < 2 or len(self.rows) > _MOST_NAMES:
             return None
         return [_shortened(_one_line(row.run)) for row in rows]
 
     def header(self) -> list[str]:
-        """Names of the columns of `cells`."""
+        """Returns the names of the columns of `cells`."""
         names = ["run", "method", "epsilon", "delta", "adjacency", "unit", "steps"]
         return [*names, *([] if self.metric is None else [self.metric]), "for release"]
 
     def cells(self, row: Outcome) -> list[str]:
-        """One row of the table."""
+        """Returns one row of the table."""
         report = row.report
         cells = [
             row.run,
@@ -157,18 +165,11 @@ class Comparison:
             f"{report.charged_steps}",
         ]
         if self.metric is not None:
-            cells.append(self._value(row))
-        return [*cells, "no" if any(warned.grave for warned in report.warnings()) else "yes"]
-
-    def _value(self, row: Outcome) -> str:
-        assert self.metric is not None
-        text = f"{row.values[self.metric]:.4g}"
-        if self.metric in row.errors:
-            text += f" ± {row.errors[self.metric]:.2g}"
-        return text
+            cells.append(row.with_error(self.metric))
+        return [*cells, "yes" if report.is_for_release else "no"]
 
     def notes(self) -> list[str]:
-        """What to beware of when comparing these runs."""
+        """Returns what to keep in mind when comparing these runs."""
         found = []
         for name, values in (
             ("adjacency", {row.report.adjacency.value for row in self.rows}),
@@ -178,7 +179,7 @@ class Comparison:
             if len(values) > 1:
                 found.append(
                     f"The runs differ in {name} ({', '.join(sorted(values))}): their epsilons do "
-                    "not mean the same."
+                    "not mean the same thing."
                 )
         titles = sorted({row.report.title for row in self.rows})
         if len(self._targets) > 1:
@@ -189,22 +190,22 @@ class Comparison:
         elif len(titles) > 1 and not self._targets:
             found.append(
                 f"The runs have different titles ({'; '.join(titles)}): compare their quality only "
-                "if they predict the same."
+                "if they predict the same thing."
             )
         if self.metric is None:
-            found.append("The runs have no quality of a model in common; only their cost is shown.")
+            found.append("The runs share no measure of model quality, so only their cost is shown.")
         elif any(row.errors for row in self.rows):
             found.append("± is one standard error.")
         found += self._together()
-        if any(warned.grave for row in self.rows for warned in row.report.warnings()):
+        if not all(row.report.is_for_release for row in self.rows):
             found.append("A run with a seed, or without noise, is not for release.")
         return found
 
     def _together(self) -> list[str]:
-        """The cost of everything, by addition, which holds however the runs were chosen.
+        """States the cost of all runs by addition, which holds however they were chosen.
 
-        A choice among them is covered where it follows from them and public rows: how well a model
-        does on private rows is one more release, without noise.
+        A choice among the models is covered if it follows from them and from public rows. How well
+        a model does on private rows is one more release, without noise.
         """
         epsilon = sum(row.report.epsilon for row in self.rows)
         delta = sum(row.report.delta for row in self.rows)
@@ -213,7 +214,7 @@ class Comparison:
             return []
         seeds = {row.run: row.report.seed for row in self.rows if row.report.seed is not None}
         if len(set(seeds.values())) < len(seeds):
-            return ["Runs of one seed may share their noise: together they promise nothing."]
+            return ["Runs of one seed may share their noise, so together they promise nothing."]
         trials = any(len(curve.values) > 1 for row in self.rows for curve in row.report.curves)
         notes = []
         unsure = {row.run: row.report.seed for row in self.rows if row.report.seeded is not False}
@@ -231,7 +232,7 @@ class Comparison:
         ]
 
     def text(self) -> str:
-        """The table and the notes, for a terminal."""
+        """Returns the table and the notes for a terminal."""
         table = [self.header(), *(self.cells(row) for row in self.rows)]
         table = [[_one_line(cell) for cell in row] for row in table]
         widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
@@ -246,7 +247,7 @@ class Comparison:
         return "\n".join([*lines, "", *self.notes()]).replace("±", "+-")
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Returns plain types for `--json`."""
         return {
             "metric": self.metric,
             "rows": [
@@ -260,7 +261,7 @@ class Comparison:
                     "adjacency": row.report.adjacency.value,
                     "unit": row.report.unit,
                     "steps": row.report.charged_steps,
-                    "for_release": not any(w.grave for w in row.report.warnings()),
+                    "for_release": row.report.is_for_release,
                     **({} if self.metric is None else {self.metric: row.values[self.metric]}),
                     **{
                         name + _ERROR: error
@@ -274,7 +275,7 @@ class Comparison:
         }
 
     def groups(self) -> dict[str, list[Outcome]]:
-        """Rows that can be drawn, by method, in the order of ε."""
+        """Returns the rows that can be drawn by method, in the order of ε."""
         if self.metric is None:
             return {}
         found: dict[str, list[Outcome]] = {}
@@ -286,7 +287,7 @@ class Comparison:
         }
 
     def figure(self) -> bytes:
-        """The privacy-utility plot as a PNG.
+        """Draws the privacy-utility plot as a PNG.
 
         Raises:
             ReportError: if there is no quantity to draw, or no run with a finite ε.
@@ -296,8 +297,8 @@ class Comparison:
         groups = self.groups()
         if self.metric is None or not groups:
             raise ReportError(
-                "expected runs with a quality in common and a finite epsilon to draw, got none; "
-                "choose other folders or a --metric."
+                "expected runs with a common measure of quality and a finite epsilon to draw, got "
+                "none; choose other folders or a --metric."
             )
         figure = Figure(figsize=(7.5, 4.6), layout="constrained")
         axes = figure.subplots()
@@ -338,13 +339,13 @@ class Comparison:
 
 
 def spans_decades(comparison: Comparison) -> bool:
-    """Whether ε is better drawn on a logarithmic axis."""
+    """Returns whether ε spans so wide a range that a logarithmic axis shows it better."""
     drawn = [row.report.epsilon for rows in comparison.groups().values() for row in rows]
     return bool(drawn) and max(drawn) > 4 * min(drawn)
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes; numbered where a folder comes twice."""
+    """Returns the shortest ends of paths that differ; numbers them if a folder occurs twice."""
     parts = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-count:]) for path in parts]
@@ -354,7 +355,7 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Without characters that would move a terminal's cursor."""
+    """Replaces characters that would move a terminal's cursor."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

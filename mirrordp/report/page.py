@@ -1,17 +1,18 @@
-"""Reports as one HTML page: self-contained, without scripts, fit for a phone and for paper.
+"""Reports as one HTML page: a `RunReport` or a `Comparison` in, the text of the page out.
 
-In: a `RunReport` or a `Comparison`. Out: the text of the page. The page loads nothing and runs
-nothing, and says so to the browser (its content security policy forbids both). It shows what the
-report holds and what follows from it, so nothing that the guarantee does not cover.
+The page is self-contained and readable on a phone and on paper. It loads nothing and runs no
+scripts, and its content security policy makes the browser forbid both. It shows what the report
+holds and what follows from it, and therefore nothing that the guarantee does not cover.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mirrordp._rounding import percent_upwards, upwards
 from mirrordp._show import escaped
 from mirrordp._versions import VERSION
-from mirrordp.report import Curve, RunReport, percent_upwards, upwards
+from mirrordp.report import card
 from mirrordp.report.charts import Series, both_sizes, legend
 from mirrordp.report.comparison import (
     Comparison,
@@ -21,6 +22,8 @@ from mirrordp.report.comparison import (
     outcomes,
     spans_decades,
 )
+from mirrordp.report.figures import Curve
+from mirrordp.report.statement import RunReport
 
 _LONGEST_LIST = 12
 
@@ -89,10 +92,10 @@ section,header{border:0;padding:.4rem 0;break-inside:avoid}details{display:none}
 
 
 def report_page(report: RunReport, *, run: str) -> str:
-    """The page of one run.
+    """Returns the page of one run.
 
     Args:
-        report: what to show.
+        report: the report to show.
         run: the run's name, for the footer.
     """
     return _page(
@@ -111,7 +114,7 @@ def report_page(report: RunReport, *, run: str) -> str:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """The page of several runs."""
+    """Returns the page of several runs."""
     runs = list(dict.fromkeys(row.run for row in comparison.rows))
     title = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} compared"
     head = (
@@ -127,11 +130,11 @@ def comparison_page(comparison: Comparison) -> str:
         + f'<p class="quiet">{escaped("Epsilon: smaller protects more." + same)}</p>',
     )
     beware = _section("What to know when comparing", f'<ul class="plain">{notes}</ul>')
-    return _page(title, [head, _trade_off(comparison), table, beware, *_each(comparison)], "Made")
+    return _page(title, [head, _trade_off(comparison), table, beware, _each(comparison)], "Made")
 
 
 def _without_common(comparison: Comparison) -> tuple[list[str], list[list[str]], list[str]]:
-    """The table without columns that say the same in each row, and what these say."""
+    """Returns the table without columns that are the same in each row, and what these say."""
     header = comparison.header()
     rows = [comparison.cells(row) for row in comparison.rows]
     keep = {"run", "method", "epsilon", comparison.metric}
@@ -150,8 +153,7 @@ def _without_common(comparison: Comparison) -> tuple[list[str], list[list[str]],
 def _page(title: str, parts: Sequence[str], origin: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        # The page needs nothing from elsewhere and no scripts; whatever slips in stays without
-        # effect.
+        # The page needs nothing from elsewhere and no scripts, so this forbids what may slip in.
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -180,8 +182,7 @@ def _header(report: RunReport) -> str:
     shown = "".join(
         f"<div><b>{escaped(value)}</b><span>{escaped(name)}</span></div>" for value, name in figures
     )
-    grave = any(warned.grave for warned in report.warnings())
-    pill = '<p class="pill">Not for release</p>' if grave else ""
+    pill = "" if report.is_for_release else '<p class="pill">Not for release</p>'
     return (
         f'<header><p class="kind">Privacy report</p><h1>{escaped(report.title)}</h1>'
         f'<div class="figures">{shown}</div>{pill}</header>'
@@ -192,15 +193,14 @@ def _warnings(report: RunReport) -> str:
     found = report.warnings()
     if not found:
         return _section(
-            "Before you rely on this", "<p>Nothing stands out: see below for the limits.</p>"
+            "Before you rely on this", "<p>Nothing stands out. The limits are stated below.</p>"
         )
     lines = []
-    for warned in found:
-        kind, prefix = (" grave", "Do not release. ") if warned.grave else ("", "")
-        text = warned.text[:1].upper() + warned.text[1:]
+    for caution in found:
+        kind, prefix = (" grave", "Do not release. ") if caution.grave else ("", "")
         lines.append(
-            f'<div class="warned{kind}" role="note"><b>{prefix}{escaped(warned.title)}</b>'
-            f"<p>{escaped(text)}</p></div>"
+            f'<div class="warned{kind}" role="note"><b>{prefix}{escaped(caution.title)}</b>'
+            f"<p>{escaped(_sentence(caution.text))}</p></div>"
         )
     return _section("Before you rely on this", "".join(lines))
 
@@ -221,9 +221,9 @@ def _promise(report: RunReport) -> str:
         )
     answers = "".join(
         f"<tr><th scope='row'>{escaped(question)}</th><td>{escaped(_sentence(answer))}</td></tr>"
-        for question, answer in report.answers()
+        for question, answer in card.answers(report)
     )
-    limits = "".join(f"<li>{escaped(limit)}</li>" for limit in report.limits())
+    limits = "".join(f"<li>{escaped(limit)}</li>" for limit in card.limits(report))
     return (
         _section("What is promised", f"<p>{escaped(report.statement())}</p>{odds}")
         + "\n"
@@ -240,17 +240,15 @@ def _sentence(text: str) -> str:
 def _spending(report: RunReport) -> str:
     title = "The budget spent over time"
     if report.charged_steps == 0:
-        return _section(title, "<p>No step read private records; nothing was spent.</p>")
-    spent = [(steps, epsilon) for steps, epsilon in report.epsilon_over_steps]
+        return _section(title, "<p>No step read private records, so nothing was spent.</p>")
+    spent = list(report.epsilon_over_steps)
+    if not spent:
+        return _section(title, "<p>The report does not hold this information.</p>")
     if len(spent) < 2 or not all(math.isfinite(epsilon) for _, epsilon in spent):
-        return (
-            _section(title, "<p>The report does not hold it.</p>")
-            if not spent
-            else _section(
-                title,
-                f"<p>{report.charged_steps} step(s) read private records and cost epsilon "
-                f"{upwards(spent[-1][1])}.</p>",
-            )
+        return _section(
+            title,
+            f"<p>{report.charged_steps} step(s) read private records and cost epsilon "
+            f"{upwards(spent[-1][1])}.</p>",
         )
     series = Series(
         "epsilon",
@@ -270,8 +268,8 @@ def _spending(report: RunReport) -> str:
     half = next(s for s, e in spent if e >= spent[-1][1] / 2)
     return _section(
         title,
-        f"<figure>{drawn}<figcaption>Of this run alone. Computed from sampling and noise, without "
-        f"looking at any record. Half of epsilon was spent after about {half:,} of "
+        f"<figure>{drawn}<figcaption>For this run alone. It is computed from sampling and noise, "
+        f"without looking at any record. Half of epsilon was spent after about {half:,} of "
         f"{spent[-1][0]:,} steps.</figcaption></figure>"
         + _details("As a table", _data_table(["steps", "epsilon"], rows, {"steps", "epsilon"})),
     )
@@ -330,7 +328,7 @@ def _outcomes(report: RunReport, run: str) -> str:
     names = metrics(rows)
     if not names:
         return ""
-    cells = [[row.label, *(_with_error(row, name) for name in names)] for row in rows]
+    cells = [[row.label, *map(row.with_error, names)] for row in rows]
     table = _data_table(["method", *names], cells, set(names), best=_best(rows, names[0]))
     notes = [] if len(rows) == 1 else [f"Each of the {len(rows)} rows has the epsilon above."]
     if any(row.errors for row in rows):
@@ -344,13 +342,8 @@ def _outcomes(report: RunReport, run: str) -> str:
     )
 
 
-def _with_error(row: Outcome, name: str) -> str:
-    error = f" ± {row.errors[name]:.2g}" if name in row.errors else ""
-    return f"{row.values[name]:.4g}{error}"
-
-
 def _best(rows: Sequence[Outcome], metric: str | None) -> int | None:
-    """The row that leads, where there is something to lead."""
+    """Returns the row with the best value, or None if there is nothing to compare."""
     if metric is None or len(rows) < 2:
         return None
     sign = -1 if higher_is_better(metric) else 1
@@ -359,19 +352,19 @@ def _best(rows: Sequence[Outcome], metric: str | None) -> int | None:
 
 
 def _configuration(report: RunReport) -> str:
-    numbers = [[name, value] for name, value in report.numbers()]
+    numbers = [[name, value] for name, value in card.numbers(report)]
     shown = {"methods", "measured", "choice_of_setting"}
     rest = {name: value for name, value in report.results.items() if name not in shown}
     parts = [_pairs(numbers)]
     if pairs := list(_flat(rest)):
-        parts.append("<h3>Stated by whoever ran this</h3>" + _pairs(pairs))
+        parts.append("<h3>Stated by the person who ran this</h3>" + _pairs(pairs))
     versions = [[name, version] for name, version in report.versions.items()]
     parts.append(_details("Versions", _pairs(versions)))
     return _section("Configuration", "".join(parts))
 
 
 def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[list[str]]:
-    """Nested results as pairs of a path and a short text."""
+    """Yields nested results as pairs of a path and a short text."""
     for key, value in content.items():
         name = f"{path}{key.replace('_', ' ')}"
         if isinstance(value, dict):
@@ -429,22 +422,22 @@ def _trade_off(comparison: Comparison) -> str:
     )
 
 
-def _each(comparison: Comparison) -> Iterator[str]:
-    """What each run promises, in words."""
+def _each(comparison: Comparison) -> str:
+    """Returns what each run promises, in words."""
     reports = {row.run: row.report for row in comparison.rows}
     parts = []
     for run, report in reports.items():
         warned = "".join(
-            f'<div class="warned{" grave" if w.grave else ""}" role="note">'
-            f"<b>{'Do not release. ' if w.grave else ''}{escaped(w.title)}</b></div>"
-            for w in report.warnings()
+            f'<div class="warned{" grave" if caution.grave else ""}" role="note">'
+            f"<b>{'Do not release. ' if caution.grave else ''}{escaped(caution.title)}</b></div>"
+            for caution in report.warnings()
         )
         parts.append(
             f"<h3>{escaped(run)}: {escaped(report.title)}</h3><p>{escaped(report.statement())}</p>"
             f'<p class="quiet">Covers: {escaped(report.scope)}. Settings: '
             f"{escaped(report.tuning)}.</p>{warned}"
         )
-    yield _section("What each run promises", "".join(parts))
+    return _section("What each run promises", "".join(parts))
 
 
 def _data_table(

@@ -1,4 +1,4 @@
-"""What was spent: ledgers and budgets, in files that survive a crash."""
+"""Ledgers and budgets of what was spent, in files that survive a crash."""
 
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,11 @@
-"""Fits that one process makes: how many belong together, and what they cost together.
+"""The fits that one process makes: which of them belong together, and what they cost together.
 
 A search or a cross-validation fits a private estimator many times, each time at its full ε, and
-nobody adds that up. Rows are not compared to find out which fits read the same people: a report
-tells of the total, and a report must not depend on whether one person is in two tables. So fits
-count as related if their estimators are copies of one another (`sklearn.clone`) or if their tables
-have the same shape, which is public. What is said of them holds if they read the same people.
+nobody adds that up. The rows of two fits are never compared to find out whether they describe the
+same people, since a report states the total, and a report must not depend on whether a person is
+in both tables. Instead, fits count as related if their estimators are copies of one another
+(`sklearn.clone`) or if their tables have the same shape, which is public. The stated total holds if
+they read the same people.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ from mirrordp.privacy.accounting import Adjacency
 
 @dataclasses.dataclass
 class Lineage:
-    """What an estimator and its copies share.
+    """A value that an estimator shares with its copies.
 
     Attributes:
-        name: stays the same when a copy is sent to another process.
-        copies: how many were made, in this process.
-        fits: how many fits they made, in this process.
+        name: a name that a copy keeps when it is sent to another process.
+        copies: the number of copies that were made in this process.
+        fits: the number of fits that they made in this process.
     """
 
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
@@ -35,14 +36,14 @@ class Together:
     """Fits that may have read the same rows, the last one included.
 
     Attributes:
-        fits: how many, those of `elsewhere` included.
-        elsewhere: copies of the estimator that were not fitted in this process; each counts as
-            fitted like the last one.
-        precision: Σ T/σ² over all of them, with T steps at noise multiplier σ.
-        of_one: T/σ² of the last one.
-        is_news: whether to tell the operator now: at the second fit and, since a search ends with a
-            fit of all rows, when fits of parts are followed by one of a larger table or when others
-            were made in other processes.
+        fits: the number of fits, including those of `elsewhere`.
+        elsewhere: the number of copies of the estimator that were not fitted in this process; each
+            counts as fitted like the last one.
+        precision: Σ T/σ² over all fits, with T steps at noise multiplier σ.
+        of_one: T/σ² of the last fit.
+        is_news: whether the operator should be told now. This is so at the second fit, when fits of
+            parts are followed by one of a larger table (a search ends with a fit of all rows), and
+            when fits were made in other processes.
     """
 
     fits: int
@@ -54,7 +55,10 @@ class Together:
     def epsilon(
         self, delta: float, adjacency: Adjacency, *, of_so_many_like_the_last: int | None = None
     ) -> float:
-        """ε of all of them, or of some like the last one: Gaussians add up in Σ T/σ²."""
+        """Returns ε of all fits, or of a number of fits like the last one.
+
+        Gaussian mechanisms add up in Σ T/σ².
+        """
         precision = self.precision
         if of_so_many_like_the_last is not None:
             precision = of_so_many_like_the_last * self.of_one
@@ -66,13 +70,13 @@ class Together:
 class _Group:
     fits: int = 0
     precision: float = 0.0
-    # Since the operator was last told: how many fits, and of how many rows at most.
+    # The number of fits since the operator was last told, and the most rows that one of them had.
     untold: int = 0
     most_rows: int = 0
 
 
 class Fits:
-    """The fits of this process that no budget was charged with."""
+    """The fits of this process that were charged to no budget."""
 
     def __init__(self):
         self._groups: dict[object, _Group] = {}
@@ -84,7 +88,7 @@ class Fits:
     def add(
         self, lineage: Lineage, shape: tuple[int, int], num_steps: int, noise_multiplier: float
     ) -> Together:
-        """Counts a fit, and returns it together with those that it is related to."""
+        """Counts a fit, and returns it together with its related fits."""
         group = self._group(lineage.name, shape)
         of_one = num_steps / noise_multiplier**2
         group.fits += 1
@@ -92,9 +96,9 @@ class Fits:
         group.untold += 1
         lineage.fits += 1
         unseen = lineage.copies - lineage.fits
-        # Few copies without a fit are those that a search makes the others from.
+        # A search makes its copies from a few that are never fitted.
         elsewhere = unseen if unseen > 1 + lineage.fits else 0
-        # Folds differ by a row or two, and by 2% from the whole.
+        # Folds differ from one another by a row or two, and from the whole by at least 2%.
         is_whole = group.untold > 1 and shape[0] > 1.01 * group.most_rows + 1 > 1
         is_news = group.fits == 2 or is_whole or elsewhere > 0
         group.most_rows = 0 if is_whole else max(group.most_rows, shape[0])
@@ -108,7 +112,7 @@ class Fits:
         )
 
     def _group(self, *keys: object) -> _Group:
-        """The group of all keys; where they had different ones, these become one."""
+        """Returns the group of all keys, after merging the groups that they had before."""
         found = list({id(g): g for key in keys if (g := self._groups.get(key))}.values())
         group, *others = found or [_Group()]
         for other in others:

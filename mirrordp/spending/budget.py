@@ -1,8 +1,8 @@
 """One budget for many runs on the same data: a privacy filter at fixed Rényi orders.
 
-Runs are chosen after earlier ones were seen, so their costs must add up in a way that holds for
-fully adaptive composition. A budget (ε, δ) fixes, when it is made, orders α_1, ..., α_k and shares
-δ_1 + ... + δ_k = δ, and with them one limit per order,
+Users choose runs after they have seen the results of earlier ones, so the costs must add up in a
+way that holds for fully adaptive composition. When a budget (ε, δ) is made, it fixes orders
+α_1, ..., α_k and shares δ_1 + ... + δ_k = δ, and with them one limit per order,
 
     B_j = ε + log(α_j δ_j) / (α_j − 1) − log(1 − 1/α_j).
 
@@ -11,11 +11,13 @@ whole run, stay within the limit. Then everything ever released on the budget is
 (ε, δ)-differentially private; docs/ledger.md has the proof. With one order this is the filter of
 Feldman and Zrnic (2021, "Individual Privacy Accounting via a Rényi Filter") and Lécuyer (2021,
 "Practical Privacy Filters and Odometers with Rényi Differential Privacy"). Which order decides in
-the end may depend on what was seen, and that is paid for by sharing δ among them.
+the end may depend on what was seen; sharing δ among the orders pays for that.
 
-PLD has no such theorem: it enters only within a run that was fixed beforehand, in that run's own
-report.
+There is no such theorem for PLD accounting. It is used only for the report of a single run that was
+fixed beforehand.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -23,30 +25,34 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import dp_accounting
 import numpy as np
 
-from mirrordp import _show, _validate
-from mirrordp.data import PrivateClients, PrivateData
+from mirrordp import _validate
+from mirrordp._rounding import floored, percent_upwards
 from mirrordp.privacy import accounting
-from mirrordp.privacy.accounting import Adjacency, DpEvent
-from mirrordp.privacy.mechanism import UNITS, Mechanism
+from mirrordp.privacy.accounting import UNITS, Adjacency, DpEvent
 from mirrordp.spending import files as _files, fingerprint as _fingerprint
 from mirrordp.spending.ledger import Block, FileLedger, LedgerError, Position
 
+if TYPE_CHECKING:
+    from mirrordp.data import PrivateClients, PrivateData
+    from mirrordp.privacy.mechanism import Mechanism
+
 LEDGER_FILE = "ledger.jsonl"
-# α* is best for Gaussians and for Poisson sampling with enough noise; with little noise Rényi
-# divergences explode at high orders, and a lower one decides.
+# The best order for Gaussians is also the best for Poisson sampling with enough noise. With little
+# noise, Rényi divergences explode at high orders, and one of these lower ones decides. Each number
+# scales the best order, less one.
 _LOWER = (0.8, 0.65, 0.5)
-# Sums of many small charges may differ by rounding from the sum that was admitted: a run is
+# The sum of many small charges may differ by rounding from the sum that was admitted. A run is
 # admitted only if it leaves this share of a limit free, so that its charges never meet the limit.
 _ROUNDING = 1e-9
 
 
-Data = str | os.PathLike[str] | PrivateData | PrivateClients
-"""What a budget can be for: a file, rows or users."""
+Data: TypeAlias = "str | os.PathLike[str] | PrivateData | PrivateClients"
+"""The data that a budget can be for: a file, rows or users."""
 
 
 class BudgetError(LedgerError):
@@ -54,7 +60,7 @@ class BudgetError(LedgerError):
 
 
 def renyi_limit(epsilon: float, delta: float, order: float) -> float:
-    """The largest Rényi divergence at an order that implies (ε, δ)-differential privacy.
+    """Returns the largest Rényi divergence at an order that implies (ε, δ)-differential privacy.
 
     B = ε + log(α δ) / (α − 1) − log(1 − 1/α); Canonne, Kamath and Steinke (2020), Proposition 12.
     """
@@ -62,10 +68,10 @@ def renyi_limit(epsilon: float, delta: float, order: float) -> float:
 
 
 def choose_orders(epsilon: float, delta: float) -> dict[float, float]:
-    """Orders and their shares of δ: half for the best order of Gaussians, the rest for lower ones.
+    """Returns Rényi orders and their shares of δ.
 
-    The Rényi divergence of a Gaussian is proportional to α, so the best order for them maximises
-    B(α)/α.
+    Half of δ goes to the best order for Gaussians, the rest to lower ones. The Rényi divergence of
+    a Gaussian is proportional to α, so the best order for it maximises B(α)/α.
     """
     candidates = 1 + np.geomspace(0.02, 2e6, 4000)
     half = delta / 2
@@ -79,18 +85,18 @@ def choose_orders(epsilon: float, delta: float) -> dict[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class BudgetStatus:
-    """What a budget promises and how much of it is used.
+    """The promise of a budget, and how much of it is used.
 
     Attributes:
-        epsilon: ε of everything ever charged, together.
+        epsilon: ε of everything that is ever charged, together.
         delta: δ.
         adjacency: the neighbours.
         unit: what one record is.
-        runs: how many runs were charged.
-        charges: how many records of the ledger are charges.
+        runs: the number of runs that were charged.
+        charges: the number of charges in the ledger.
         used: the share of the limit that is used up, at the order where it is smallest.
-        largest_epsilon: ε, at `delta` and rounded down, of the largest full-batch run that fits.
-        position: how far the ledger reaches.
+        largest_epsilon: ε at `delta`, rounded down, of the largest full-batch run that fits.
+        position: the length and head of the ledger.
     """
 
     epsilon: float
@@ -105,12 +111,12 @@ class BudgetStatus:
 
 
 class Budget:
-    """A budget in a folder; make one with `create`, use it with `open`.
+    """A budget in a folder; make one with `create` and use it with `open`.
 
-    While it is open no other process can charge to it. Use it as a context:
+    While it is open, no other process can charge it. Use it as a context:
 
         with Budget.open("budget", data="private.csv") as budget:
-            for state, info in mirrordp.train(..., budget=budget): ...
+            for state, info in mirrordp.train(..., spend=budget): ...
     """
 
     def __init__(self, folder: Path, ledger: FileLedger):
@@ -136,8 +142,8 @@ class Budget:
         except (KeyError, TypeError, ValueError, IndexError):
             ledger.close()
             raise LedgerError(
-                f"expected a budget made by 'mirrordp budget init', got another ledger in "
-                f"{str(folder)!r}. Check the path."
+                f"expected a budget made by 'mirrordp budget init' or Budget.create, got another "
+                f"ledger in {str(folder)!r}. Check the path."
             ) from None
         self._limits = np.array(
             [
@@ -158,18 +164,18 @@ class Budget:
         adjacency: Adjacency = Adjacency.ZERO_OUT,
         unit: str = "example",
         orders: Mapping[float, float] | None = None,
-    ) -> "Budget":
-        """A new budget, bound to a data set.
+    ) -> Budget:
+        """Creates a budget that is bound to a data set.
 
         Args:
-            folder: a new folder; it is made readable by its owner only.
+            folder: a new folder; only its owner will be able to read it.
             epsilon: ε of all runs together.
             delta: δ.
-            data: the private data: a file, whose bytes then identify it, or rows, or users.
-            adjacency: the neighbours; one budget has one.
-            unit: what one record is: "example" or "user"; one budget has one.
-            orders: Rényi orders with the share of δ of each; by default `choose_orders`. They are
-                fixed here, before anything is seen.
+            data: the private data, which is a file (identified by its bytes), rows or users.
+            adjacency: the neighbours; all runs on the budget have the same.
+            unit: what one record is, "example" or "user"; all runs on the budget have the same.
+            orders: Rényi orders with the share of δ of each; by default those of `choose_orders`.
+                They are fixed here, before any result is seen.
         """
         _validate.positive(epsilon=epsilon)
         _validate.open_unit_interval(delta=delta)
@@ -187,11 +193,10 @@ class Budget:
         folder = Path(folder)
         if (folder / LEDGER_FILE).exists():
             raise LedgerError(
-                f"expected a new folder for the budget, got {str(folder)!r}, which holds one. Go "
-                "on with it: a budget is never made afresh for the same data."
+                f"expected a new folder for the budget, got {str(folder)!r}, which holds one. "
+                "Continue with it: a budget is never made afresh for the same data."
             )
-        if not isinstance(data, PrivateData | PrivateClients):
-            _require_readable(data)
+        _require_usable(data)
         try:
             _files.make_private_folder(folder)
             key = _fingerprint.make_key(folder)
@@ -223,14 +228,14 @@ class Budget:
         data: Data | None = None,
         data_changed: bool = False,
         wait: float = 0.0,
-    ) -> "Budget":
-        """An existing budget, to charge to.
+    ) -> Budget:
+        """Opens an existing budget in order to charge it.
 
         Args:
             folder: the budget's folder.
-            data: the file, rows or users that the run will use, to be compared with those that the
-                budget is for. Rows and users may be left to the run to compare.
-            data_changed: go on with changed data, on the same budget; what was spent stays spent.
+            data: the file, rows or users that the run will use. They are compared with the data
+                that the budget is for. Leave it out to let the run compare its rows or users.
+            data_changed: whether to continue with changed data; what was spent stays spent.
             wait: seconds to wait for another process that has it open.
         """
         folder = Path(folder)
@@ -246,12 +251,12 @@ class Budget:
 
     @classmethod
     def status_of(cls, folder: str | os.PathLike[str]) -> BudgetStatus:
-        """The status of a budget, whoever may be using it; changes nothing."""
+        """Returns the status of a budget, even while another process uses it."""
         return cls.view(folder).status
 
     @classmethod
-    def view(cls, folder: str | os.PathLike[str]) -> "Budget":
-        """A budget as it is now, whoever may be using it, to ask and not to charge."""
+    def view(cls, folder: str | os.PathLike[str]) -> Budget:
+        """Returns a budget as it is now, which may be in use elsewhere and cannot be charged."""
         folder = Path(folder)
         _require_ledger(folder, "Check the path.")
         return cls(folder, FileLedger.read(folder / LEDGER_FILE))
@@ -261,6 +266,8 @@ class Budget:
         return f"Budget({str(self._folder)!r}; {rows})"
 
     def _repr_html_(self) -> str:
+        from mirrordp import _show
+
         return _show.table(f"Budget {str(self._folder)!r}", self._described())
 
     def _described(self) -> list[tuple[str, str]]:
@@ -268,23 +275,23 @@ class Budget:
         runs = f"{status.runs} run{'s' * (status.runs != 1)}"
         return [
             ("promise", f"epsilon {status.epsilon:g}, delta {status.delta:g}"),
-            ("used", f"{_percent(status.used)} used by {runs}"),
+            ("used", f"{percent_upwards(status.used)} used by {runs}"),
             ("guarantee", f"{status.adjacency.value}, one {status.unit}"),
         ]
 
     @property
     def ledger(self) -> FileLedger:
-        """What was charged."""
+        """The ledger of everything that was charged."""
         return self._ledger
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The folder of the budget."""
         return self._folder
 
     @property
     def adjacency(self) -> Adjacency:
-        """The neighbours that the budget speaks of."""
+        """The neighbours that the promise refers to."""
         return self._ledger.adjacency
 
     @property
@@ -294,7 +301,7 @@ class Budget:
 
     @property
     def status(self) -> BudgetStatus:
-        """What is promised and how much of it is used."""
+        """The promise of the budget, and how much of it is used."""
         charges = [record for record in self._ledger.records if record["kind"] == "charge"]
         runs = {record.get("run", record["index"]) for record in charges}
         usable = self._limits > 0
@@ -313,53 +320,55 @@ class Budget:
 
     @property
     def least_noise(self) -> float:
-        """σ of the strongest single Gaussian that still fits; infinite when nothing does.
+        """σ of the strongest single Gaussian that still fits, or infinity if none does.
 
-        Its Rényi divergence at order α is α d² / 2σ², with d the neighbours' distance over C.
+        The Rényi divergence of a Gaussian at order α is α d² / 2σ², where d is the distance between
+        neighbours over C.
         """
         room = float(((self._limits - self._spent) / np.array(self._orders)).max())
         distance = self.adjacency.distance
         return distance / math.sqrt(2 * room) if room > 0 else math.inf
 
     def largest_epsilon(self, delta: float) -> float:
-        """ε at δ, rounded down, of the largest full-batch run that still fits."""
+        """Returns ε at δ, rounded down, of the largest full-batch run that still fits."""
         if math.isinf(self.least_noise):
             return 0.0
         event = dp_accounting.GaussianDpEvent(self.least_noise)
         found = accounting.epsilon(event, delta, adjacency=self.adjacency).epsilon
-        return math.floor(found * 1e3) / 1e3
+        return floored(found, 3)
 
     def check_data(self, data: Data, *, data_changed: bool = False) -> None:
-        """Raises unless the data is what the budget is for, or the change was acknowledged.
+        """Raises a `BudgetError` unless the budget is for this data or the change is acknowledged.
 
-        Raises:
-            BudgetError: if it is not.
+        Args:
+            data: the file, rows or users to compare.
+            data_changed: whether the caller acknowledges that the data has changed.
         """
         bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
         found = _identify(self._key, data)
         if found["kind"] != bound["kind"]:
             raise BudgetError(
                 f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
-                f"got {found['kind']}. Open it with data=..., the same kind as at the beginning."
+                f"got {found['kind']}. Open it with data=..., of the same kind as at the beginning."
             )
         if found != bound:
             if not data_changed:
                 raise BudgetError(
                     f"expected the data that the budget {str(self._folder)!r} is for, got data "
-                    "that differs from it. Changed data opens no fresh budget, since most records "
+                    "that differs from it. Changed data gets no fresh budget, since most records "
                     "are the same people. Use the data as it was, or acknowledge the change "
-                    "(--data-changed, data_changed=True) to go on with what is left of this budget."
+                    "(--data-changed, data_changed=True) to use what is left of this budget."
                 )
             self._ledger.append("data", {"data": found})
         self._verified = True
 
     def check_rows(self, rows: PrivateData | PrivateClients) -> None:
-        """For a run: the data was compared when the budget was opened, or is now."""
+        """Compares the rows or users of a run, unless `open` compared the data."""
         if not self._verified:
             self.check_data(rows)
 
     def require_data(self) -> None:
-        """Raises unless the budget was opened with the data that it is for."""
+        """Raises a `BudgetError` unless the budget was opened with the data that it is for."""
         if not self._verified:
             raise BudgetError(
                 f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
@@ -367,26 +376,23 @@ class Budget:
             )
 
     def check_seed(self, seed: int | None, run: str) -> None:
-        """Raises for a seed that another run on this budget had.
+        """Raises a `BudgetError` for a seed that another run on this budget had.
 
         Costs add up only if the noise of one run is independent of that of the others.
 
         Args:
-            seed: of the run's randomness; None for one from the operating system.
+            seed: the seed of the run, or None if its randomness comes from the operating system.
             run: the run's name; a run that is resumed keeps it.
-
-        Raises:
-            BudgetError: if another run had it.
         """
         if seed is not None and any(name != run for name in self._runs_with(seed)):
             raise BudgetError(
                 f"expected a seed that no other run on the budget {str(self._folder)!r} had, since "
-                f"runs add up only if their noise is independent, got seed {seed} again. Leave the "
-                "seed out, or take another."
+                f"costs add up only if noise is independent, got seed {seed} again. Leave the seed "
+                "out, or take another."
             )
 
     def claim_seed(self, seed: int | None, run: str) -> None:
-        """Notes the seed of a run, if `check_seed` allows it; durable when it returns."""
+        """Records the seed of a run durably, if `check_seed` allows it."""
         with self._ledger.mutex:
             self.check_seed(seed, run)
             if seed is not None and not self._runs_with(seed):
@@ -406,9 +412,9 @@ class Budget:
         """Raises unless steps `charged_steps` to `num_steps` of the mechanism fit. Charges nothing.
 
         Args:
-            mechanism: what is to run.
-            charged_steps: how many of its steps were charged before (a run that is resumed).
-            num_steps: how many steps that read private data the run will have.
+            mechanism: the mechanism of the run.
+            charged_steps: the number of its steps that were charged before, if it is resumed.
+            num_steps: the number of steps of the run that read private data.
 
         Raises:
             BudgetError: if the run would exceed the budget, or is of another kind.
@@ -422,8 +428,8 @@ class Budget:
         """Raises unless several runs of the mechanism fit together. Charges nothing.
 
         Args:
-            mechanism: what is to run.
-            num_steps: how many steps that read private data each run will have.
+            mechanism: the mechanism of every run.
+            num_steps: for each run, the number of steps that read private data.
 
         Raises:
             BudgetError: if they would exceed the budget together, or are of another kind.
@@ -446,10 +452,10 @@ class Budget:
         self._refuse(cost, advice="" if noise is None else every)
 
     def fits(self, event: DpEvent, *, fraction: float = 1.0) -> bool:
-        """Whether an event costs at most a fraction of what is left, if anything is.
+        """Returns whether something is left and an event costs at most a fraction of it.
 
         Args:
-            event: what is to run.
+            event: the event of the run.
             fraction: a share of what is left, at the order where the event fits best.
         """
         _validate.probability(fraction=fraction)
@@ -458,10 +464,10 @@ class Budget:
         return self._fits(self._divergences(event), margin=_ROUNDING, fraction=fraction)
 
     def most_steps(self, mechanism: Mechanism, *, fraction: float = 1.0) -> int:
-        """How many steps of a mechanism a fraction of what is left allows.
+        """Returns how many steps of a mechanism a fraction of what is left allows.
 
         Args:
-            mechanism: what is to run; its own number of steps does not matter.
+            mechanism: the mechanism; its own number of steps does not matter.
             fraction: the share of what is left.
         """
         self.check_kind(mechanism)
@@ -472,7 +478,7 @@ class Budget:
         )
 
     def _advice(self, mechanism: Mechanism, charged_steps: int, num_steps: int) -> str:
-        """What would fit instead, with the sampling of a run that does not."""
+        """Says what would fit instead of a run that does not, with the same sampling."""
         noise, most = None, self.most_steps(mechanism)
         if charged_steps == 0:
             wanted = dataclasses.replace(mechanism, num_steps=num_steps)
@@ -487,7 +493,7 @@ class Budget:
         )
 
     def check_kind(self, mechanism: Mechanism) -> None:
-        """Raises a BudgetError for a mechanism of another adjacency or unit."""
+        """Raises a `BudgetError` for a mechanism of another adjacency or unit."""
         if mechanism.adjacency is not self.adjacency or mechanism.unit != self._unit:
             raise BudgetError(
                 f"expected {self.adjacency.value} adjacency and one {self._unit} as unit, which "
@@ -496,10 +502,10 @@ class Budget:
             )
 
     def admit_event(self, event: DpEvent, *, delta: float | None = None) -> None:
-        """Raises unless an event fits. Charges nothing.
+        """Raises a `BudgetError` unless an event fits. Charges nothing.
 
         Args:
-            event: what is to run.
+            event: the event of the run.
             delta: δ at which the message states what would still fit; by default the budget's.
         """
         cost = self._divergences(event)
@@ -520,14 +526,14 @@ class Budget:
             left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
         raise BudgetError(
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
-            f"{self._delta:g}, of which {_percent(self.status.used)} is used, got one that takes "
-            f"{_percent(share)}; {left}.{advice} Add noise, take fewer steps, or stop here. Runs "
-            "add up at fixed Renyi orders, which is a little dearer than the epsilon that each has "
-            "alone."
+            f"{self._delta:g}, of which {percent_upwards(self.status.used)} is used, got one that "
+            f"takes {percent_upwards(share)}; {left}.{advice} Add noise, take fewer steps, or stop "
+            "here. Costs add up at fixed Renyi orders, which takes a little more than the epsilon "
+            "of each run alone suggests."
         )
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
-        """Charges an event; returns when it is on disk. See `FileLedger.charge`.
+        """Charges an event, and returns when it is on disk. See `FileLedger.charge`.
 
         Raises:
             BudgetError: if it does not fit.
@@ -561,17 +567,17 @@ class Budget:
             ) from None
 
     def close(self) -> None:
-        """Lets other processes use it."""
+        """Lets other processes use the budget."""
         self._ledger.close()
 
     def __reduce__(self):
-        # A copy would know of its own charges only, and spend the rest once more.
+        # A copy would know only its own charges, and spend the rest a second time.
         raise TypeError(
-            f"a budget belongs to one process, got a request for a copy of {str(self.folder)!r}. "
-            "Open it by its folder where it is used."
+            f"the budget {str(self.folder)!r} belongs to one process and cannot be copied. Open it "
+            "by its folder where it is used."
         )
 
-    def __enter__(self) -> "Budget":
+    def __enter__(self) -> Budget:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -579,13 +585,16 @@ class Budget:
 
 
 def _identify(key: bytes, data: Data) -> dict[str, Any]:
+    _require_usable(data)
+    if isinstance(data, str | os.PathLike):
+        return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
+
+    from mirrordp.data import PrivateData
+
     if isinstance(data, PrivateData):
         return {"kind": "rows", "fingerprint": _fingerprint.of_arrays(key, data.arrays)}
-    if isinstance(data, PrivateClients):
-        users = (data.arrays, data.num_examples)
-        return {"kind": "users", "fingerprint": _fingerprint.of_arrays(key, users)}
-    _require_readable(data)
-    return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}
+    users = (data.arrays, data.num_examples)
+    return {"kind": "users", "fingerprint": _fingerprint.of_arrays(key, users)}
 
 
 def _require_ledger(folder: Path, advice: str) -> None:
@@ -595,7 +604,14 @@ def _require_ledger(folder: Path, advice: str) -> None:
     raise LedgerError(f"expected a budget in {str(folder)!r}, got {came}. {advice}")
 
 
-def _require_readable(data: str | os.PathLike[str]) -> None:
+def _require_usable(data: Data) -> None:
+    if not isinstance(data, str | os.PathLike):
+        from mirrordp.data import PrivateClients, PrivateData
+
+        _validate.instance_of(
+            (PrivateData, PrivateClients), "Or pass the path of a file.", data=data
+        )
+        return
     try:
         with open(data, "rb") as file:
             file.read(1)
@@ -611,7 +627,3 @@ def _divergences(event: DpEvent, orders: tuple[float, ...], adjacency: Adjacency
     found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
     found.flags.writeable = False
     return found
-
-
-def _percent(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 10:g}%" if math.isfinite(share) else "far more than 100%"

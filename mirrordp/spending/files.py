@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, durable appends, locks that name their holder.
+"""Files that survive a crash: atomic writes, and locks that name their holder.
 
 Durable means that the bytes and the directory entry that leads to them were handed to the disk
 (`fsync`) before the function returns.
@@ -25,9 +25,9 @@ HAS_LOCKS = importlib.util.find_spec("fcntl") is not None
 
 
 class StorageError(Exception):
-    """Something about files that were or are to be kept: damaged, locked, not writable.
+    """A file that is damaged, locked or not writable.
 
-    The message says what was expected, what came and what to do.
+    The message says what was expected, what was found and what to do.
     """
 
 
@@ -36,8 +36,8 @@ class LockedError(StorageError):
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Makes the entries of a folder durable: what was created, renamed or removed in it."""
-    if os.name == "nt":  # there a folder cannot be opened
+    """Makes durable what was created, renamed or removed in a folder."""
+    if os.name == "nt":  # Windows cannot open a folder.
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -55,12 +55,14 @@ def check_replaceable(path: Path) -> None:
 def write_atomically(
     path: str | os.PathLike[str], content: bytes, *, mode: int | None = None
 ) -> None:
-    """Writes a file through a temporary one beside it: durable, and never seen by half.
+    """Writes a file through a temporary one beside it, so that nobody ever sees half of it.
+
+    The file is durable when the function returns.
 
     Args:
-        path: where to; its folder is made if it is not there.
-        content: all of it.
-        mode: permissions; by default those of any new file.
+        path: the file; its folder is made if it does not exist.
+        content: the whole content.
+        mode: the permissions; by default those of any new file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +85,13 @@ def write_atomically(
 
 
 def remove_leftovers(folder: str | os.PathLike[str], name: str) -> None:
-    """Removes what `write_atomically` left of files whose names begin so, if it was killed.
+    """Removes the temporary files that `write_atomically` left if it was killed.
 
-    For whoever holds the folder's lock: another process may be writing otherwise.
+    Only the holder of the folder's lock may call it, since another process may be writing.
+
+    Args:
+        folder: the folder.
+        name: how the names of the files begin.
     """
     for path in Path(folder).iterdir():
         if path.name.startswith(f".{name}"):
@@ -93,7 +99,7 @@ def remove_leftovers(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """`os.write` until everything is written."""
+    """Calls `os.write` until everything is written."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(handle, rest) :]
@@ -106,7 +112,7 @@ def _umask() -> int:
 
 
 def make_private_folder(folder: str | os.PathLike[str]) -> Path:
-    """Makes a folder that only its owner can enter, or takes that right from everybody else."""
+    """Makes a folder, or changes an existing one, so that only its owner can enter it."""
     folder = Path(folder)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,12 +125,12 @@ def make_private_folder(folder: str | os.PathLike[str]) -> Path:
 class Lock:
     """An exclusive lock on a file, held until `close` or the end of the process, however it ends.
 
-    The file stays, with a line that says who holds it (or held it last).
+    The file stays, with a line that names its holder (or the last one).
 
     Args:
         path: the lock file; its folder must exist.
         what: what is locked, for messages.
-        wait: seconds to wait for another holder; 0 gives up at once.
+        wait: seconds to wait for another holder; with 0 it gives up at once.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, *, wait: float = 0.0):
@@ -141,21 +147,20 @@ class Lock:
             deadline = time.monotonic() + wait
             while True:
                 try:
-                    # flock, not lockf: a second handle in this very process is a second holder too.
+                    # flock, unlike lockf, locks out a second handle in the same process.
                     fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
                         raise LockedError(
-                            f"expected {what} for one process alone, got one that is in use by "
-                            f"{_holder(path)}. Wait for it to end; for a budget --wait SECONDS "
-                            "(wait=) does so."
+                            f"expected {what} to be free, got one in use by {_holder(path)}. Wait "
+                            "until it ends; --wait SECONDS (wait=...) waits for a budget."
                         ) from None
                 time.sleep(0.05)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             holder = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
             os.ftruncate(self._handle, 0)
-            with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
+            with contextlib.suppress(OSError):  # The lock holds on a full disk, too.
                 os.pwrite(self._handle, json.dumps(holder).encode(), 0)
         except BaseException:
             self.close()
@@ -163,18 +168,18 @@ class Lock:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process holds it: one that was forked off has the handle, not the lock."""
+        """Whether this process holds the lock; a fork of it has the handle, but not the lock."""
         return self._handle >= 0 and self._process == os.getpid()
 
     def __reduce__(self):
         raise TypeError(
-            "a lock belongs to one process, got a request for a copy. Open the folder or file by "
-            "its path where it is used."
+            "a lock belongs to one process and cannot be copied. Open the folder or file by its "
+            "path where it is used."
         )
 
     def close(self, _close=os.close) -> None:
-        """Lets the next one in."""
-        # `_close` is still there when the interpreter shuts down and `os` is not.
+        """Releases the lock."""
+        # `_close` still exists when the interpreter shuts down, and `os` may not.
         if self._handle >= 0:
             _close(self._handle)
             self._handle = -1

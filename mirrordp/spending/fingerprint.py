@@ -1,7 +1,8 @@
-"""Keyed fingerprints of data: equal for equal data, and no use to anybody without the key.
+"""Keyed fingerprints of data, which are equal for equal data and useless without the key.
 
-A plain hash of a data set confirms a guess of a record (hash the guess and compare). HMAC-SHA-256
-under a random key does not. The key stays in a file that only its owner can read.
+Anyone can confirm a guess of a record with a plain hash of the data set: hash the guess and
+compare. HMAC-SHA-256 under a random key does not allow that. The key stays in a file that only its
+owner can read.
 """
 
 import hashlib
@@ -12,10 +13,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from mirrordp.spending import files as _files
 from mirrordp.types import PyTree
 
@@ -24,7 +21,7 @@ _CHUNK = 1 << 20
 
 
 def make_key(folder: Path) -> bytes:
-    """The folder's key, drawn from the operating system where there is none yet."""
+    """Returns the folder's key, which is drawn from the operating system if there is none yet."""
     if not (folder / KEY_FILE).exists():
         _files.write_atomically(
             folder / KEY_FILE, secrets.token_hex(32).encode(), mode=_files.PRIVATE_FILE
@@ -33,7 +30,7 @@ def make_key(folder: Path) -> bytes:
 
 
 def read_key(folder: Path) -> bytes:
-    """The folder's key.
+    """Returns the folder's key.
 
     Raises:
         StorageError: if there is none.
@@ -52,7 +49,7 @@ def read_key(folder: Path) -> bytes:
 
 
 def of_file(key: bytes, path: str | os.PathLike[str]) -> str:
-    """HMAC of a file's bytes."""
+    """Returns the HMAC of a file's bytes."""
     digest = hmac.new(key, b"file", hashlib.sha256)
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -61,19 +58,19 @@ def of_file(key: bytes, path: str | os.PathLike[str]) -> str:
 
 
 def of_arrays(key: bytes, arrays: PyTree) -> str:
-    """HMAC of a tree of arrays: paths, types, shapes and contents."""
+    """Returns the HMAC of the paths, types, shapes and contents of a tree of arrays."""
     digest = hmac.new(key, b"arrays", hashlib.sha256)
     _feed(digest.update, arrays)
     return digest.hexdigest()
 
 
 def of_seed(key: bytes, seed: int) -> str:
-    """HMAC of a seed, which would give the noise away."""
+    """Returns the HMAC of a seed; the seed itself would give the noise away."""
     return hmac.new(key, b"seed" + str(operator.index(seed)).encode(), hashlib.sha256).hexdigest()
 
 
 def of_text(parts: Mapping[str, str]) -> str:
-    """A plain hash of texts that are no secret, such as programs."""
+    """Returns a plain hash of texts that are not secret, such as programs."""
     digest = hashlib.sha256()
     for name in sorted(parts):
         digest.update(f"{name}\0{parts[name]}\0".encode())
@@ -81,6 +78,11 @@ def of_text(parts: Mapping[str, str]) -> str:
 
 
 def _feed(update: Callable[[bytes], object], arrays: PyTree) -> None:
+    # Imported here: a budget for a file needs neither, and JAX takes seconds to import.
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)

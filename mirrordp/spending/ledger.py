@@ -1,18 +1,17 @@
-"""What was spent: events in the order in which they were charged, in memory or on disk.
+"""Ledgers of what was spent: events in the order in which they were charged, in memory or on disk.
 
 A run charges a block of steps *before* it executes them, so the ledger never says less than what
-results can reveal. A ledger is a value and a reader: it keeps events, and ε is computed from them
-when asked, never stored.
+results can reveal. A ledger keeps events only; ε is computed from them on request and never stored.
 
 `FileLedger` keeps them in a file of JSON lines that is only ever appended to. Record i is
 
     {"index": i, "previous": h_{i-1}, "kind": ..., ..., "hash": h_i},    h_i = SHA-256(the rest),
 
-so that a changed, lost or swapped record breaks the chain, and the number of records and the last
-hash are repeated in a file beside it, so that a cut tail is noticed. `charge` returns when both are
-on disk. A record beyond that number is therefore one whose `charge` never returned: whole, it
-counts; torn, it is dropped. Any other damage is an error. None of this stops somebody who can
-write to the folder and means harm.
+so that a changed, lost or swapped record breaks the chain. The number of records and the last hash
+are repeated in a file beside the ledger, so that a cut tail is noticed. `charge` returns when both
+files are on disk. A record beyond that number therefore belongs to a `charge` that never returned:
+it counts if it is whole, and is dropped if it is torn. Any other damage is an error. None of this
+stops a malicious person who can write to the folder.
 """
 
 import datetime
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 import dp_accounting
 import numpy as np
 
-from mirrordp import _show, _validate
+from mirrordp import _validate
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.spending import files as _files
@@ -46,7 +45,7 @@ class LedgerError(StorageError):
 
 
 class Block(NamedTuple):
-    """Which steps of which run a charge pays for: numbers `start` to `stop` − 1.
+    """The steps `start` to `stop` − 1 of a run, which a charge pays for.
 
     Only steps that read private data are numbered.
     """
@@ -57,7 +56,7 @@ class Block(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a ledger file reaches: its number of records and the hash of the last."""
+    """The length of a ledger file in records, and the hash of the last record."""
 
     length: int
     head: str
@@ -72,15 +71,15 @@ class Ledger:
 
     @property
     def adjacency(self) -> Adjacency:
-        """The neighbours that the spent ε speaks of."""
+        """The neighbours that ε refers to."""
         return self._adjacency
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
-        """Appends an event; equal neighbours are kept as one with a count.
+        """Appends an event; equal consecutive events are kept as one with a count.
 
         Args:
-            event: what it costs.
-            block: what it pays for; a ledger in memory does not keep this.
+            event: the cost.
+            block: the steps that it pays for; a ledger in memory does not keep them.
         """
         del block
         _check_counts(event)
@@ -97,6 +96,8 @@ class Ledger:
         return f"{type(self).__name__}({'; '.join(value for _, value in self._described())})"
 
     def _repr_html_(self) -> str:
+        from mirrordp import _show
+
         return _show.table(type(self).__name__, self._described())
 
     def _described(self) -> list[tuple[str, str]]:
@@ -121,10 +122,10 @@ class Ledger:
         accountant: Accountant | None = None,
         orders: Sequence[float] | None = None,
     ) -> Epsilon:
-        """ε of everything charged so far; asking changes nothing.
+        """Returns ε of everything charged so far, and changes nothing.
 
-        It holds for runs that were fixed beforehand. Where a run is chosen after earlier ones were
-        seen, use `mirrordp.Budget`: it adds up at fixed Rényi orders.
+        It holds for runs that were fixed beforehand. If a run is chosen after the results of
+        earlier ones were seen, use `mirrordp.Budget`, which adds up at fixed Rényi orders.
         """
         return accounting.epsilon(
             self.event, delta, adjacency=self._adjacency, accountant=accountant, orders=orders
@@ -132,14 +133,14 @@ class Ledger:
 
 
 def ledger_for(adjacency: Adjacency, ledger: Ledger | None) -> Ledger:
-    """The caller's ledger, checked to speak of the same neighbours, or a new one."""
+    """Returns the caller's ledger, if it has the same adjacency, or a new one."""
     if ledger is None:
         return Ledger(adjacency)
     _validate.instance_of(Ledger, ledger=ledger)
     if ledger.adjacency is not adjacency:
         raise ValueError(
             f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
-            f"mechanism of {adjacency.value!r}. Use the same for all runs."
+            f"mechanism of {adjacency.value!r}. Use the same adjacency for all runs."
         )
     return ledger
 
@@ -148,7 +149,8 @@ class FileLedger(Ledger):
     """A ledger in a file; make one with `create`, open it with `open` or `read`.
 
     It is locked for one process while it is open; use it as a context or `close` it. Threads of
-    that process may share it; one that was forked off, or a copy by pickle, may not.
+    that process may share it. A process that was forked off may not use it, and it cannot be
+    pickled.
     """
 
     def __init__(self, path: Path, records: list[dict[str, Any]], lock: _files.Lock | None):
@@ -157,7 +159,7 @@ class FileLedger(Ledger):
         self._charged: dict[str, int] = {}
         self._lock = lock
         self.mutex = threading.RLock()
-        """Held from a look at the records to the append that relies on it."""
+        """A lock that is held from a look at the records to the append that relies on it."""
         try:
             super().__init__(Adjacency(records[0]["adjacency"]))
             for record in records:
@@ -178,19 +180,19 @@ class FileLedger(Ledger):
         header: Mapping[str, Any] | None = None,
         wait: float = 0.0,
     ) -> "FileLedger":
-        """A new, empty ledger.
+        """Creates an empty ledger.
 
         Args:
-            path: a file that does not exist; its folder does.
-            adjacency: the neighbours that ε will speak of.
-            header: what else the first record shall hold, as JSON.
+            path: a file that does not exist, in a folder that does.
+            adjacency: the neighbours that ε will refer to.
+            header: further entries of the first record, as JSON.
             wait: seconds to wait for another process.
         """
         path = Path(path)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=adjacency)
         with _named_errors(path):
             lock = _files.Lock(_beside(path, ".lock"), f"the ledger {str(path)!r}", wait=wait)
-        # A head of one record without a ledger is what a crash right here leaves behind.
+        # A crash in this function may leave a head of one record without a ledger.
         if path.exists() or (_beside(path, ".head").exists() and _read_head(path).length > 1):
             lock.close()
             raise LedgerError(
@@ -212,21 +214,21 @@ class FileLedger(Ledger):
         )
         with _named_errors(path):
             _files.remove_leftovers(path.parent, path.name)
-            # The head goes first: a ledger without one could not be told from one with a cut tail.
+            # The head is written first: without one, a new ledger would look like one that was cut.
             _write_head(path, Position(1, first["hash"]))
             _files.write_atomically(path, _line(first), mode=_files.PRIVATE_FILE)
         return cls(path, [first], lock)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, wait: float = 0.0) -> "FileLedger":
-        """An existing ledger, to charge to.
+        """Opens an existing ledger in order to charge it.
 
         Args:
             path: the file.
             wait: seconds to wait for another process that has it open.
 
         Raises:
-            LedgerError: if it is not there, or was changed or cut.
+            LedgerError: if it does not exist, or was changed or cut.
             LockedError: if another process has it open.
         """
         path = Path(path)
@@ -253,7 +255,7 @@ class FileLedger(Ledger):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "FileLedger":
-        """A view of a ledger as it is now; takes no lock, changes nothing, cannot be charged."""
+        """Returns a view of a ledger as it is now. It takes no lock and cannot be charged."""
         path = Path(path)
         if not path.is_file():
             raise LedgerError(
@@ -264,7 +266,7 @@ class FileLedger(Ledger):
                 with _named_errors(path):
                     return cls(path, _read(path)[0], None)
             except LedgerError:
-                # Another process may have appended between our looks at the ledger and its head.
+                # Another process may have appended after we read the head and before the ledger.
                 if attempt == 4:
                     raise
                 time.sleep(0.05)
@@ -275,32 +277,32 @@ class FileLedger(Ledger):
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the file."""
         return self._path
 
     @property
     def position(self) -> Position:
-        """Number of records and hash of the last."""
+        """The number of records and the hash of the last."""
         return Position(len(self._records), self._records[-1]["hash"])
 
     @property
     def records(self) -> tuple[Mapping[str, Any], ...]:
-        """All records, the first of which describes the ledger."""
+        """All records; the first one describes the ledger."""
         return tuple(self._records)
 
     def charged_steps(self, run: str) -> int:
-        """How many steps of a run have been paid for."""
+        """Returns how many steps of a run have been paid for."""
         return self._charged.get(run, 0)
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
-        """Appends an event; returns when it is on disk. Only then may its result be computed.
+        """Appends an event, and returns when it is on disk. Only then may its result be computed.
 
         Args:
-            event: what it costs.
-            block: which steps it pays for; they must follow those paid for before.
+            event: the cost.
+            block: the steps that it pays for; they must follow those paid for before.
 
         Raises:
-            LedgerError: if it cannot be written. Nothing was charged then, and nothing may run.
+            LedgerError: if it cannot be written. Then nothing may run.
         """
         if isinstance(event, dp_accounting.NoOpDpEvent) and block is None:
             return
@@ -317,18 +319,19 @@ class FileLedger(Ledger):
             self.append("charge", content)
 
     def append(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Appends a record of another kind; durable when it returns."""
+        """Appends a record of another kind, which is durable when the function returns."""
         with self.mutex:
             if self._lock is None:
                 raise LedgerError(
-                    f"expected a ledger that was opened to be charged, got a view of "
+                    f"expected a ledger that is open for charges, got a view of "
                     f"{str(self._path)!r} or a closed one. Use FileLedger.open."
                 )
             if not self._lock.is_ours:
-                # What the other process has charged since is not known here.
+                # This process does not know what the other one has charged since.
                 raise LedgerError(
                     f"expected the process that opened the ledger {str(self._path)!r}, got one "
-                    "that was forked off it. Open it where it is charged, one after the other."
+                    "that was forked from it. Open the ledger in the process that charges it, and "
+                    "in one process at a time."
                 )
             length, head = self.position
             record = _sealed(length, head, {**content, "kind": kind, "time": _now()})
@@ -337,7 +340,7 @@ class FileLedger(Ledger):
                     self._write(_line(record))
                     _write_head(self._path, Position(length + 1, record["hash"]))
             except BaseException:
-                # What the file holds now is for the next `open` to find out.
+                # The next `open` finds out what the file holds now.
                 self.close()
                 raise
             self._take(record)
@@ -350,7 +353,7 @@ class FileLedger(Ledger):
                 _files.write_all(handle, line)
                 os.fsync(handle)
             except OSError:
-                # Half a line is no record; `open` drops it too, should this fail as well.
+                # Half a line is not a record. If this fails as well, `open` drops it.
                 os.ftruncate(handle, before)
                 raise
         finally:
@@ -365,15 +368,15 @@ class FileLedger(Ledger):
             self._charged[str(record["run"])] = int(record["stop"])
 
     def close(self) -> None:
-        """Unlocks it."""
+        """Unlocks the ledger."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def __reduce__(self):
         raise TypeError(
-            f"a ledger file belongs to one process, got a request for a copy of {str(self._path)!r}"
-            ". Open it by its path where it is used."
+            f"the ledger {str(self._path)!r} belongs to one process and cannot be copied. Open it "
+            "by its path where it is used."
         )
 
     def __enter__(self) -> "FileLedger":
@@ -384,7 +387,7 @@ class FileLedger(Ledger):
 
 
 def check_position(ledger: FileLedger, position: Position, where: str) -> None:
-    """Raises a LedgerError unless the ledger still holds what it held at `position`."""
+    """Raises a `LedgerError` unless the ledger still holds what it held at `position`."""
     records = ledger.records
     if len(records) < position.length:
         raise LedgerError(
@@ -394,7 +397,7 @@ def check_position(ledger: FileLedger, position: Position, where: str) -> None:
         )
     if records[position.length - 1]["hash"] != position.head:
         raise LedgerError(
-            f"expected record {position.length - 1} to have the hash that {where} repeats, got "
+            f"expected record {position.length - 1} to have the hash that {where} states, got "
             f"another one in {str(ledger.path)!r}. It is another ledger, or was rewritten; restore "
             "the newest copy."
         )
@@ -409,7 +412,7 @@ def _now() -> str:
 
 
 class _named_errors:
-    """Turns an OSError into a LedgerError that says what to do."""
+    """A context that turns an `OSError` into a `LedgerError` that says what to do."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -459,12 +462,12 @@ def _read_head(path: Path) -> Position:
     except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
         raise LedgerError(
             f"expected {str(file)!r} to repeat the length and head of the ledger, got a damaged or "
-            "missing file. Without it a cut tail could not be noticed; restore it from a copy."
+            "missing file. Without it nobody could notice a cut tail; restore it from a copy."
         ) from None
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records, and how many bytes they take; what is beyond is a torn record to drop."""
+    """Returns the records and their size in bytes; any bytes beyond belong to a torn record."""
     position = _read_head(path)
     content = path.read_bytes()
     records: list[dict[str, Any]] = []
@@ -497,7 +500,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _opened(line: bytes, index: int, previous: str) -> dict[str, Any] | None:
-    """The record in a line, or None if it is not the next of this chain."""
+    """Returns the record in a line, or None if it is not the next of this chain."""
     try:
         record = json.loads(line)
         found = dict(record)
@@ -517,11 +520,11 @@ def _opened(line: bytes, index: int, previous: str) -> dict[str, Any] | None:
     return found
 
 
-# Events, by explicit names: what is not listed is not mirrordp's and cannot be kept.
+# Events by explicit names. mirrordp makes no others, and a ledger file cannot hold others.
 
 
 def _check_counts(event: DpEvent) -> None:
-    """Raises unless everything is counted in whole numbers: 1.9 would be stored as 1."""
+    """Raises unless all counts are whole numbers, since 1.9 would be stored as 1."""
     if isinstance(event, dp_accounting.ComposedDpEvent):
         for part in event.events:
             _check_counts(part)
@@ -529,13 +532,13 @@ def _check_counts(event: DpEvent) -> None:
         if not isinstance(event.count, int | np.integer) or event.count < 1:
             raise LedgerError(
                 f"expected an event that is repeated a whole number of times, at least once, got "
-                f"{event.count!r} times. Charge what ran."
+                f"{event.count!r} times. Charge the steps that ran."
             )
         _check_counts(event.event)
 
 
 def event_to_dict(event: DpEvent) -> dict[str, Any]:
-    """An event as JSON: numbers and names only.
+    """Returns an event as JSON that holds only numbers and names.
 
     Raises:
         LedgerError: for an event that mirrordp does not make.
@@ -575,7 +578,7 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
 
 
 def event_from_dict(content: Any) -> DpEvent:
-    """The inverse of `event_to_dict`.
+    """Returns the event that `event_to_dict` stored.
 
     Raises:
         LedgerError: for a name or a value that it does not write.

@@ -1,8 +1,8 @@
 """Tables of numbers and categories: CSV or Parquet in, arrays for the estimators out.
 
-Everything that decides the encoding (the type of a column, its categories, its mean, scale and
-range, what stands in for a missing value, the classes of the target) is learned from the public
-table by `learn_encoding`. `TableEncoding` then treats each row by itself:
+`learn_encoding` learns everything that decides the encoding from the public table: the type of a
+column, its categories, its mean, scale and range, the replacement of a missing value, and the
+classes of the target. `TableEncoding` then treats each row by itself:
 
     cell                                     becomes
     a number                                 (x clamped to the public range − public mean) / scale
@@ -14,8 +14,8 @@ table by `learn_encoding`. `TableEncoding` then treats each row by itself:
                                              the mean, categories: instead of the most common)
     a missing or unusable target             the row is marked and must contribute nothing
 
-So the encoding of one private row depends on that row and on public data alone. What is said about
-private cells goes to the operator, marked `UNPROTECTED`.
+The encoding of a private row thus depends on that row and on public data alone. Messages about
+private cells are for the operator and carry the mark `UNPROTECTED`.
 """
 
 from mirrordp.tables.columns import CategoryColumn, ClassTarget, NumberColumn, NumberTarget

@@ -1,6 +1,6 @@
-"""One column at a time: cells in, features or targets out.
+"""The encoding of single columns: cells in, features or targets out.
 
-A cell counts as missing by what it says (`MISSING`), never by what other rows say.
+Whether a cell counts as missing depends on its own text (`MISSING`), never on other rows.
 """
 
 import collections
@@ -15,19 +15,19 @@ import numpy as np
 from mirrordp.tables.files import Cells
 
 MISSING = frozenset({"", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null"})
-"""Cells, spaces around them removed, that count as missing."""
+"""Cells that count as missing, once spaces around them are removed."""
 
 
 _DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
 
 
 def has_decimal_comma(cell: str) -> bool:
-    """Whether a cell reads like a number with a comma where `float` wants a point."""
+    """Returns whether a cell reads like a number with a decimal comma instead of a point."""
     return _DECIMAL_COMMA.fullmatch(cell) is not None
 
 
 def number(cell: str) -> float | None:
-    """A float, NaN where the cell counts as missing, None where it is something else."""
+    """Returns a cell as a float, NaN if it counts as missing, None if it is something else."""
     try:
         value = float(cell)
     except ValueError:
@@ -36,10 +36,10 @@ def number(cell: str) -> float | None:
 
 
 def numbers(cells: Cells) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers, with NaN where there is none, and a mask of cells that hold other text."""
+    """Returns the numbers, with NaN for other cells, and a mask of cells that hold other text."""
     if isinstance(cells, np.ndarray):
         return np.where(np.isfinite(cells), cells, np.nan), np.zeros(len(cells), bool)
-    # The second form costs twice the first, the dictionary below five times.
+    # The second form takes twice as long as the first, the dictionary below five times as long.
     for candidate in (cells, ("nan" if cell in MISSING else cell for cell in cells)):
         try:
             values = np.fromiter(map(float, candidate), np.float64, len(cells))
@@ -56,7 +56,7 @@ def numbers(cells: Cells) -> tuple[np.ndarray, np.ndarray]:
 
 
 def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
-    """The distinct cells as text, "" where missing, and for each row which of them it has."""
+    """Returns the distinct cells as text ("" if missing), and the index of each row's cell."""
     if isinstance(cells, np.ndarray):
         values, which = np.unique(np.where(np.isfinite(cells), cells, np.nan), return_inverse=True)
         return ["" if math.isnan(v) else number_text(v) for v in values.tolist()], which
@@ -67,12 +67,12 @@ def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
 
 
 def number_text(value: float) -> str:
-    """A number as a category or class name: 1 for 1.0."""
+    """Returns a number as the name of a category or class, 1 for 1.0."""
     return format(value, ".15g")
 
 
 def count_texts(cells: Cells) -> collections.Counter[str]:
-    """How often each text occurs; "" is missing."""
+    """Counts how often each text occurs; "" stands for missing."""
     texts, which = distinct_texts(cells)
     found: collections.Counter[str] = collections.Counter()
     for text, count in zip(texts, np.bincount(which, minlength=len(texts)).tolist(), strict=True):
@@ -82,12 +82,13 @@ def count_texts(cells: Cells) -> collections.Counter[str]:
 
 @dataclasses.dataclass
 class Tally:
-    """How many filled cells of a column were not as in the public table, over all batches.
+    """The number of cells of a column, over all batches, that differ from the public table.
 
     Attributes:
-        filled: cells that are not missing.
-        wrong: those of another type.
-        unfamiliar: those of the right type beyond the public range, or of no known category.
+        filled: the number of cells that are not missing.
+        wrong: how many of these have another type.
+        unfamiliar: how many have the right type, but are beyond the public range or of no known
+            category.
     """
 
     filled: int = 0
@@ -97,7 +98,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class NumberColumn:
-    """A feature (x − mean) / scale with x clamped to [low, high]."""
+    """A column that becomes the feature (x − mean) / scale, with x clamped to [low, high]."""
 
     name: str
     mean: float
@@ -126,10 +127,10 @@ class NumberColumn:
 
 @dataclasses.dataclass(frozen=True)
 class CategoryColumn:
-    """A 0/1 feature for each category; a cell that is none of them has all zeros.
+    """A column that becomes a 0/1 feature per category; an unknown category has all zeros.
 
-    Categories that are all numbers are compared as numbers, so that 1 is 1.0: a program that writes
-    a file may change the spelling of a whole column because of one of its cells.
+    If all categories are numbers, they are compared as numbers, so that 1 is 1.0: a program that
+    writes a file may change the spelling of a whole column because of one of its cells.
     """
 
     name: str
@@ -170,13 +171,13 @@ Column: TypeAlias = NumberColumn | CategoryColumn
 
 @dataclasses.dataclass(frozen=True)
 class NumberTarget:
-    """A number; a count must be whole and not negative."""
+    """A target that is a number; a count must be whole and not negative."""
 
     name: str
     is_count: bool
 
     def encode(self, cells: Cells, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
-        """The targets, and a mask of the rows that have none; those get zero."""
+        """Returns the targets, and a mask of the rows that have none and get zero."""
         values, wrong = numbers(cells)
         tally.filled += int(np.count_nonzero(~np.isnan(values) | wrong))
         if self.is_count:
@@ -188,14 +189,14 @@ class NumberTarget:
 
 @dataclasses.dataclass(frozen=True)
 class ClassTarget:
-    """The index of the class. Labels that are all numbers are compared as numbers: 1 is 1.0."""
+    """A target that is the index of a class. Labels that are all numbers are compared as such."""
 
     name: str
     classes: tuple[str, ...]
     are_numbers: bool
 
     def encode(self, cells: Cells, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
-        """The class indices, and a mask of the rows whose class is missing or unknown."""
+        """Returns the class indices, and a mask of the rows whose class is missing or unknown."""
         texts, which = distinct_texts(cells)
         counts = np.bincount(which, minlength=len(texts))
         position = {label: index for index, label in enumerate(self.classes)}
@@ -211,18 +212,18 @@ Target: TypeAlias = NumberTarget | ClassTarget
 
 
 def not_counts(values: np.ndarray) -> np.ndarray:
-    """Where there is a number that is no count."""
+    """Returns a mask of the numbers that are not counts."""
     return ~np.isnan(values) & ((values < 0) | (values != np.floor(values)))
 
 
 def labels_are_numbers(labels: Collection[str]) -> bool:
-    """Whether labels are different numbers; codes such as 007 are names."""
+    """Returns whether all labels are distinct numbers; codes such as 007 count as names."""
     if any(number(label) is None or re.match(r"[+-]?0\d", label) for label in labels):
         return False
     return len({label_of(label, True) for label in labels}) == len(labels)
 
 
 def label_of(text: str, are_numbers: bool) -> str:
-    """The class name that a cell stands for."""
+    """Returns the name of the class or category that a cell stands for."""
     value = number(text) if are_numbers and text else None
     return text if value is None or math.isnan(value) else number_text(value)

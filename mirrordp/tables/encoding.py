@@ -1,4 +1,4 @@
-"""The encoding of a whole table: rows in, arrays out; to and from plain types for JSON."""
+"""The encoding of a whole table: rows in, arrays out; stored as plain types for JSON."""
 
 import collections
 import dataclasses
@@ -28,9 +28,10 @@ class EncodedTable:
     """Arrays for an estimator.
 
     Attributes:
-        features: [rows, features], float64, finite.
-        target: [rows]; class indices for classification.
-        unusable: rows without a usable target. They count as rows and contribute nothing.
+        features: a finite float64 array of shape (rows, features).
+        target: an array of shape (rows,), which holds class indices for classification.
+        unusable: a mask of the rows without a usable target. They count as rows and contribute
+            nothing.
     """
 
     features: np.ndarray
@@ -40,7 +41,7 @@ class EncodedTable:
 
 @dataclasses.dataclass(frozen=True)
 class TableEncoding:
-    """How rows become arrays; made by `learn_encoding` of public rows, kept in the model file."""
+    """The rules by which rows become arrays, made by `learn_encoding` and kept in model files."""
 
     columns: tuple[Column, ...]
     target: Target
@@ -58,7 +59,7 @@ class TableEncoding:
             private: whether messages about its cells need the mark `UNPROTECTED`.
 
         Raises:
-            TableError: if a column is missing or if most of its filled cells are of another type.
+            TableError: if a column is missing, or if most of its filled cells have another type.
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
         parts, source = [], ""
@@ -79,7 +80,7 @@ class TableEncoding:
         return EncodedTable(features, target, unusable)
 
     def encode_features(self, table: Table) -> np.ndarray:
-        """Encodes rows to predict for; their target, if any, is not looked at."""
+        """Encodes the features of rows to predict for, and ignores their target, if any."""
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
         self.check_columns(table, with_target=False, private=False)
         features = self._encode_features(table, tallies)
@@ -89,7 +90,7 @@ class TableEncoding:
     def check_columns(self, table: Table, *, with_target: bool, private: bool) -> None:
         """Raises a TableError unless the table has every column that is needed.
 
-        Where the header line is missing, the names are cells of a row: hence the mark.
+        The message needs the mark, because the names are cells of a row if the header is missing.
         """
         needed = [column.name for column in self.columns]
         needed += [self.target.name] if with_target else []
@@ -111,17 +112,17 @@ class TableEncoding:
         return out
 
     def _judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
-        """Refuses a column that is mostly of another type; mentions single cells that are.
+        """Refuses columns that mostly have another type, and warns of single cells that do.
 
-        Mentions columns, too, of which most cells are beyond what the public table has: another
-        unit or another spelling, usually, of which nothing is left after clamping.
+        It also warns of columns whose cells are mostly beyond those of the public table, usually
+        because of another unit or spelling: after clamping they tell the model nothing.
         """
         kinds = {column.name: column for column in self.columns} | {self.target.name: self.target}
         for name, tally in tallies.items():
             kind = kinds[name]
             if isinstance(kind, NumberColumn) and 2 * tally.unfamiliar > tally.filled:
                 which, advice = "beyond the range", "compare the units, or ignore an identifier"
-            # Rare categories are none of the known ones in either table, which is in order.
+            # Rare categories are unknown in either table, which is no reason to warn.
             elif isinstance(kind, CategoryColumn) and 10 * tally.unfamiliar > 9 * tally.filled:
                 which = "none of the common categories"
                 advice = "compare the spelling, make numbers of dates, or ignore an identifier"
@@ -136,23 +137,23 @@ class TableEncoding:
                 )
             if not tally.wrong:
                 continue
-            expected, came, rule = _KINDS[type(kind)]
+            expected, given, rule = _KINDS[type(kind)]
             if isinstance(kind, NumberTarget) and kind.is_count:
-                expected, came = "whole numbers of at least zero", "other values"
+                expected, given = "whole numbers of at least zero", "other values"
             where = f"{tally.wrong} of {tally.filled} filled cells of column {name!r} in {source!r}"
             if 2 * tally.wrong > tally.filled:
                 raise TableError(
-                    f"{mark(private)}expected {expected} as in the public table, got {came} in "
+                    f"{mark(private)}expected {expected} as in the public table, got {given} in "
                     f"{where}; bring both tables into the same form."
                 )
             if not isinstance(kind, CategoryColumn):
                 warn(
-                    f"{mark(private)}expected {expected}, got {came} in {where}; {rule}.",
+                    f"{mark(private)}expected {expected}, got {given} in {where}; {rule}.",
                     UnprotectedWarning if private else UserWarning,
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """Returns plain types, for JSON."""
         return {
             "columns": [_tagged(column) for column in self.columns],
             "target": _tagged(self.target),
@@ -160,7 +161,7 @@ class TableEncoding:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TableEncoding":
-        """The inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+        """Inverts `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
         columns = tuple(
             _untagged(column, (NumberColumn, CategoryColumn)) for column in value["columns"]
         )

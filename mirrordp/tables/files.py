@@ -1,4 +1,4 @@
-"""Tables in files: CSV or Parquet in, columns of cells out, and back."""
+"""Tables in files: reads CSV or Parquet into columns of cells, and writes them."""
 
 import collections
 import csv
@@ -18,16 +18,16 @@ _BATCH_ROWS = 65_536
 _PARQUET_MAGIC = b"PAR1"
 
 Cells: TypeAlias = Sequence[str] | np.ndarray
-"""One column: text as it stands in the file, or float64 numbers with NaN where one is missing."""
+"""One column: the text of the file, or float64 numbers with NaN for missing cells."""
 
 
 class TableError(ValueError):
-    """A table that cannot be used. The message is one sentence for the operator."""
+    """The error for a table that cannot be used. Its message is one sentence for the operator."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Some rows of a file: columns of one length, in the order of the file."""
+    """Some rows of a file, as columns of equal length in the order of the file."""
 
     source: str
     columns: Mapping[str, Cells]
@@ -36,7 +36,7 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def rows(self, keep: np.ndarray) -> "Table":
-        """The rows where the mask `keep` is true."""
+        """Returns the rows for which the mask `keep` is true."""
         return Table(
             self.source,
             {
@@ -49,7 +49,7 @@ class Table:
 
 
 def read_table(path: str | Path) -> Table:
-    """The whole table, for files that fit in memory as text."""
+    """Reads a whole table, for files that fit in memory as text."""
     batches = list(read_batches(path))
     columns: dict[str, Cells] = {}
     for name in batches[0].columns:
@@ -65,15 +65,15 @@ def read_table(path: str | Path) -> Table:
 def read_batches(
     path: str | Path, *, private: bool = False, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[Table]:
-    """The table in pieces of at most `batch_rows` rows, at least one of them.
+    """Reads a table in one or more pieces of at most `batch_rows` rows.
 
-    A Parquet file is known by its first bytes; all else is read as UTF-8 text with a header line,
-    separated by the one of comma, semicolon and tab that is most frequent in the header.
+    A Parquet file is recognised by its first bytes. Any other file is read as UTF-8 text with a
+    header line; the separator is the most frequent of comma, semicolon and tab in the header.
 
     Args:
         path: the file.
         private: whether messages about its rows need the mark `UNPROTECTED`.
-        batch_rows: the most rows in a piece.
+        batch_rows: the largest number of rows in a piece.
 
     Raises:
         TableError: if the file cannot be read as a table with at least one row.
@@ -131,7 +131,7 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
 
 
 def _check_names(path: Path, names: Sequence[str], private: bool) -> None:
-    """Where the header line is missing, the names are cells of a row: hence the mark."""
+    """Refuses empty and repeated names, which are cells of a row if the header is missing."""
     if not names:
         raise TableError(
             f"expected a header line with column names in {str(path)!r}, got an empty file; add "
@@ -182,7 +182,7 @@ def _parquet_cells(path: Path, name: str, column: Any, private: bool) -> Cells:
         words = {True: "true", False: "false", None: ""}
         return tuple(words[value] for value in column.to_pylist())
     if types.is_decimal(kind):
-        # Arrow's cast rounds by the digits of the column, which its longest number decides.
+        # Arrow's cast rounds to the digits of the column, which follow from its longest number.
         exact = (math.nan if value is None else float(value) for value in column.to_pylist())
         return np.fromiter(exact, np.float64, len(column))
     if types.is_integer(kind) or types.is_floating(kind):
@@ -190,14 +190,13 @@ def _parquet_cells(path: Path, name: str, column: Any, private: bool) -> Cells:
     if types.is_string(kind) or types.is_large_string(kind):
         return tuple("" if value is None else value for value in column.to_pylist())
     raise TableError(
-        f"{mark(private)}expected numbers, text or true/false in every column, got "
-        f"{_kind(kind)} in column {name!r} of "
-        f"{str(path)!r}; convert or remove it."
+        f"{mark(private)}expected numbers, text or true/false in every column, got {_kind(kind)} "
+        f"in column {name!r} of {str(path)!r}; convert or remove it."
     )
 
 
 def _kind(kind: Any) -> str:
-    """A type in words, without the names of fields, which may be one row's."""
+    """Returns a type in words, without the names of its fields, which one row may have."""
     return re.split(r"[<\[(]", str(kind), maxsplit=1)[0]
 
 
@@ -207,14 +206,14 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError:
         raise TableError(
-            "expected the package pyarrow for Parquet files, got none installed; run pip install "
-            "'mirrordp[parquet]', or use CSV."
+            "expected the package pyarrow for Parquet files, but it is not installed; run pip "
+            "install 'mirrordp[parquet]', or use CSV."
         ) from None
     return pyarrow, pyarrow.parquet
 
 
 def write_table(path: str | Path, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
-    """Writes Parquet where the name ends in .parquet, else CSV; numbers keep all their digits."""
+    """Writes Parquet if the name ends in .parquet, else CSV; numbers keep all their digits."""
     path = Path(path)
     if path.suffix.lower() == ".parquet":
         arrow, parquet = _pyarrow()
@@ -228,11 +227,11 @@ def write_table(path: str | Path, columns: Mapping[str, Sequence[Any] | np.ndarr
 
 
 def mark(private: bool) -> str:
-    """What a message about private rows begins with."""
+    """Returns the beginning of a message about private or other rows."""
     return f"{UNPROTECTED} " if private else ""
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names for a message, the first few of them."""
+    """Returns the first few names, for a message."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,9 +1,9 @@
-"""From two tables to a private model: what `mirrordp fit` and `mirrordp predict` do.
+"""Models of tables: the functions behind `mirrordp fit` and `mirrordp predict`.
 
 In: a private and a public file. Out: a `TableModel` (encoding, coefficients, privacy statement),
-kept as JSON, so that opening one runs no code, and predictions for further tables. The encoding
-comes from the public file (`mirrordp.tables`), the coefficients from `mirrordp.linear`; nothing
-else of the private file is kept, except the number of its rows, which counts as public.
+and its predictions for further tables. A model is stored as JSON, so that opening one runs no code.
+The encoding follows from the public file; the coefficients come from `mirrordp.linear`.
+Nothing else of the private file is kept, except its number of rows, which counts as public.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ from dp_accounting import gaussian_mechanism
 
 from mirrordp._warn import warn
 from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
+from mirrordp.mirror import families
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.spending import files as _files
 from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Ledger
 from mirrordp.tables import (
     TASKS,
     ClassTarget,
@@ -46,10 +48,10 @@ MODEL_FILE = "model.json"
 FORMAT = "mirrordp table model"
 VERSION = 1
 MIN_PUBLIC_ROWS = 10
-"""Fewer rows cannot tell a scale."""
+"""The smallest number of public rows, since fewer do not determine a scale."""
 
 Stage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Given what is going on, a context that may tell the user about it."""
+"""A function that takes a description of a stage and returns a context to run it in."""
 
 
 def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
@@ -59,13 +61,14 @@ def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableModel:
-    """A linear model of table rows: `TableModel.load(folder)` reads what `mirrordp fit` wrote.
+    """A linear model of table rows; `TableModel.load(folder)` reads what `mirrordp fit` wrote.
 
     Attributes:
         task: one of `mirrordp.tables.TASKS`.
-        encoding: how rows become features.
-        coefficients: [outputs, features]; one output per class, or one in all for two classes.
-        intercepts: [outputs].
+        encoding: the rules by which rows become features.
+        coefficients: an array of shape (outputs, features). Classification has one output per
+            class, except that two classes share a single output.
+        intercepts: an array of shape (outputs,).
         privacy: the statement of the run, as in report.json.
     """
 
@@ -91,7 +94,7 @@ class TableModel:
             raise ValueError("expected finite coefficients")
 
     def predict(self, table: Table) -> dict[str, np.ndarray]:
-        """Columns of predictions: the expected value, or the class and every class's probability.
+        """Returns columns: the expected value, or the class and every class's probability.
 
         Raises:
             TableError: if a column is missing or of another type.
@@ -99,20 +102,16 @@ class TableModel:
         scores = self.encoding.encode_features(table) @ self.coefficients.T + self.intercepts
         target = self.encoding.target
         if isinstance(target, NumberTarget):
-            # exp of more is infinite.
-            means = np.exp(np.minimum(scores[:, 0], 700)) if target.is_count else scores[:, 0]
-            return {"prediction": means}
-        if scores.shape[1] == 1:
-            scores = np.column_stack([np.zeros(len(scores)), scores])
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares = weights / weights.sum(axis=1, keepdims=True)
+            family = families.POISSON if target.is_count else families.SQUARED_ERROR
+            return {"prediction": family.mean(scores)[:, 0]}
+        shares = families.class_probabilities(scores)
         columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
         return columns | {
             f"probability of {name}": shares[:, index] for index, name in enumerate(target.classes)
         }
 
     def to_json(self) -> str:
-        """JSON text, closed by a checksum of the rest."""
+        """Returns JSON text, which ends with a checksum of the rest."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -128,11 +127,11 @@ class TableModel:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "TableModel":
-        """The inverse of `to_json`.
+        """Inverts `to_json`.
 
         Args:
-            text: what `to_json` returned.
-            source: where it comes from, for messages.
+            text: the text that `to_json` returned.
+            source: the origin of the text, for messages.
 
         Raises:
             TableError: if it is anything else, or was changed or cut.
@@ -172,7 +171,7 @@ class TableModel:
     def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
         """Reads the model from a folder that `mirrordp fit` or `FittedTable.write` made.
 
-        It runs no code of the file, and `predict` needs nothing but the model:
+        This runs no code of the file, and `predict` needs nothing but the model:
 
             model = TableModel.load("model")
             model.predict(read_table("c.csv"))["prediction"]
@@ -203,14 +202,14 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FittedTable:
-    """A model, its report, and what the public table decided against."""
+    """A model, its report, and the columns that were left out because of the public table."""
 
     model: TableModel
     report: RunReport
     left_out: Mapping[str, str]
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Makes the folder with model.json, report.json and privacy_card.md, all at once.
+        """Makes the folder with model.json, report.json and privacy_card.md in one step.
 
         Raises:
             TableError: see `check_new_folder`.
@@ -218,7 +217,7 @@ class FittedTable:
         folder = Path(folder)
         check_new_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # The three files appear together: a model without its card must not be left behind.
+        # The three files appear together, so that a crash leaves no model without its card.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
             complete = Path(parent) / folder.name
             self.report.write(complete)
@@ -228,7 +227,7 @@ class FittedTable:
 
 
 def check_new_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises a TableError unless the folder is new or empty and can be made; makes nothing."""
+    """Raises a TableError unless the folder is new or empty and can be made; does not make it."""
     folder = Path(folder)
     problem = None
     if folder.is_dir():
@@ -262,35 +261,35 @@ def fit_files(
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
     test: str | os.PathLike[str] | None = None,
-    budget: Budget | None = None,
+    spend: Ledger | Budget | None = None,
     data_changed: bool = False,
     checkpoint: Checkpoint | None = None,
     stage: Stage = _silent,
 ) -> FittedTable:
     """Fits a linear model to the private file under (ε, δ)-differential privacy.
 
-    Every check is made before the private rows meet the mechanism, so that an error spends nothing.
+    All checks come before the mechanism reads the private rows, so that an error spends nothing.
 
     Args:
-        private: CSV or Parquet file whose rows are protected, one row one unit.
-        public: CSV or Parquet file with the same columns that anyone may know.
+        private: the CSV or Parquet file whose rows are protected; each row is one unit.
+        public: a CSV or Parquet file with the same columns that anyone may know.
         target: the column to predict.
         task: one of `mirrordp.tables.TASKS`.
         epsilon: ε.
-        delta: δ; None for the budget's, or without a budget for what follows from the number of
-            rows (`accounting.default_delta`).
-        allow_large_delta: take a δ above one over the number of private rows.
-        secure: noise from a cryptographic generator; see `mirrordp.linear.estimators`.
+        delta: δ. The default is that of the budget or, without a budget, one that follows from the
+            number of rows (`accounting.default_delta`).
+        allow_large_delta: whether to accept a δ above one over the number of private rows.
+        secure: whether the noise comes from a cryptographic generator; see the estimators.
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
-        test: CSV or Parquet file of further rows that need no protection, to judge the model by;
-            how well it does on them goes into the report.
-        budget: charge to this budget, under its adjacency; refused before any file is read if the
-            run does not fit.
-        data_changed: the private file is another than the budget's, and that is known.
-        checkpoint: keep the randomness, so that a fit that was cut off can be resumed.
-        stage: is told what is going on.
+        test: a CSV or Parquet file of further rows that need no protection. The report states how
+            well the model does on them.
+        spend: the budget or ledger that the fit is charged to, under its adjacency. A budget that
+            has no room for the run refuses it before any file is read.
+        data_changed: acknowledges that the budget was made for another private file.
+        checkpoint: keeps the randomness, so that a fit that was interrupted can be resumed.
+        stage: wraps each stage of the work in a context, for example to report progress.
 
     Raises:
         StorageError: if the budget does not admit the run, or it cannot be resumed.
@@ -300,13 +299,13 @@ def fit_files(
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "
-            "private rows do not become public by being named so."
+            "calling private rows public does not make them public."
         )
-    adjacency = Adjacency.ZERO_OUT
+    adjacency = Adjacency.ZERO_OUT if spend is None else _adjacency_of(spend)
+    budget = spend if isinstance(spend, Budget) else None
     if budget is not None:
         delta = budget.status.delta if delta is None else delta
-        adjacency = _adjacency_of(budget)
-        # A run that is resumed may have been charged; what is still missing is asked for later.
+        # A resumed run may have been charged already; the rest is admitted later.
         if checkpoint is None or not checkpoint.resume:
             _require_room(budget, epsilon, delta)
         if not data_changed:
@@ -337,7 +336,7 @@ def fit_files(
             "test rows",
         )
     if budget is not None and data_changed:
-        # Binds the budget to the file, so only to one that could be read.
+        # This binds the budget to the file, so that it waits until the file was read.
         with stage(f"comparing {private} with the data of the budget"):
             budget.check_data(private, data_changed=True)
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
@@ -356,7 +355,7 @@ def fit_files(
             X_public=known.features[usable],
             y_public=known.target[usable],
             counts=~secret.unusable,
-            budget=budget,
+            spend=spend,
             checkpoint=checkpoint,
         )
     report = dataclasses.replace(
@@ -378,7 +377,7 @@ def fit_files(
 
 
 def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
-    """Tells the operator, once the private table has been found to fit, what is not used of it."""
+    """Warns of columns that are not used, once the first batch was found to fit."""
     for number, batch in enumerate(batches):
         yield batch
         unused = [name for name in batch.columns if name not in public.columns]
@@ -386,13 +385,13 @@ def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
             warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
                 f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
-                "add what should be to the public table.",
+                "add the columns to use to the public table.",
                 UnprotectedWarning,
             )
 
 
 def _same_content(one: Path, other: Path) -> bool:
-    """Whether two files are one, or a copy of one another."""
+    """Returns whether two paths are the same file, or copies of each other."""
     try:
         return filecmp.cmp(one, other, shallow=False)
     except OSError:
@@ -400,11 +399,11 @@ def _same_content(one: Path, other: Path) -> bool:
 
 
 def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Features and targets of the rows to judge by."""
+    """Returns features and targets of the test rows."""
     if _same_content(private, test):
         raise TableError(
             f"expected test rows that need no protection, got the private table {str(private)!r}; "
-            "how well a model does on private rows must not be released."
+            "a score on private rows must not be released."
         )
     rows = encoding.encode([read_table(test)], private=False)
     return rows.features[~rows.unusable], rows.target[~rows.unusable]
@@ -413,10 +412,10 @@ def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.n
 def _judged(
     task: str, estimator: Any, x: np.ndarray, y: np.ndarray, y_public: np.ndarray
 ) -> dict[str, float]:
-    """How well released coefficients do on rows that need no protection.
+    """Returns how well released coefficients do on rows that need no protection.
 
-    `baseline_...` is the same of a guess that looks at no feature: the commonest public class, or
-    the public mean.
+    The names with `baseline_` belong to a guess that uses no feature: the commonest public class,
+    or the public mean.
     """
     predicted = estimator.predict(x)
     found = {"test_rows": len(x)}
@@ -437,22 +436,22 @@ def _judged(
     }
 
 
-def _adjacency_of(budget: Budget) -> Adjacency:
-    if budget.unit != "example" or not budget.adjacency.num_examples_is_public:
+def _adjacency_of(spend: Ledger | Budget) -> Adjacency:
+    unit = spend.unit if isinstance(spend, Budget) else "example"
+    if unit != "example" or not spend.adjacency.num_examples_is_public:
         raise TableError(
-            "expected a budget for rows of which the number is public (unit example, adjacency "
-            f"zero-out or replace), got unit {budget.unit}, adjacency {budget.adjacency.value}; a "
-            "fit cannot be charged to it. Make a budget of its own for fits; what the two promise "
-            "adds up."
+            "expected a budget for rows whose number is public (unit example, adjacency zero-out "
+            f"or replace), got unit {unit}, adjacency {spend.adjacency.value}, to which a fit "
+            "cannot be charged; make a separate budget for fits. What the two promise adds up."
         )
-    return budget.adjacency
+    return spend.adjacency
 
 
 def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
     """Raises unless a fit at (ε, δ) is within the budget.
 
-    The estimators never take more than the one Gaussian that has exactly (ε, δ), which is known
-    before any file is read.
+    The estimators never spend more than the one Gaussian mechanism that has exactly (ε, δ), which
+    is known before any file is read.
     """
     noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
     event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
@@ -477,14 +476,14 @@ def predict_file(
     keep: Sequence[str] = (),
     stage: Stage = _silent,
 ) -> int:
-    """Writes predictions for a table, one row for each of its rows; returns how many.
+    """Writes a prediction for each row of a table, and returns the number of rows.
 
     Args:
         model: the model.
-        source: CSV or Parquet file with the feature columns; other columns are not looked at.
-        output: file to write, Parquet where its name ends in .parquet, else CSV.
+        source: a CSV or Parquet file with the feature columns; other columns are ignored.
+        output: the file to write, Parquet if its name ends in .parquet, else CSV.
         keep: columns of the source to copy in front of the predictions, such as an identifier.
-        stage: is told what is going on.
+        stage: wraps each stage of the work in a context, for example to report progress.
 
     Raises:
         TableError: if the table does not fit the model or a file cannot be read or written.
@@ -515,8 +514,8 @@ def predict_file(
 
 
 def _write_whole(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Writes a table through a temporary file beside it, so that nobody sees half of it."""
-    # A rename would put an ordinary file in the place of a link.
+    """Writes a table through a temporary file beside it, so that it is never seen half-written."""
+    # A rename of the link itself would replace it by an ordinary file.
     path = Path(os.path.realpath(path))
     try:
         _files.check_replaceable(path)

@@ -1,4 +1,4 @@
-"""Learning an encoding: public rows in, `TableEncoding` out. No private row comes near this."""
+"""Learning an encoding: public rows in, `TableEncoding` out. No private row is read here."""
 
 import dataclasses
 import itertools
@@ -30,13 +30,13 @@ from mirrordp.tables.files import Cells, Table, TableError, listed
 TASKS = ("regression", "classification", "count")
 
 MAX_CATEGORIES = 100
-"""The most categories of a column that get a feature of their own, the commonest first."""
+"""The largest number of categories of a column with a feature of their own, commonest first."""
 MAX_CLASSES = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnedEncoding:
-    """An encoding and the columns left out of it, each with the reason (from public data)."""
+    """An encoding, and the columns left out of it with the reasons, all from public data."""
 
     encoding: TableEncoding
     left_out: Mapping[str, str]
@@ -52,14 +52,14 @@ def learn_encoding(
 ) -> LearnedEncoding:
     """Learns from the public table how rows become arrays.
 
-    A column is one of numbers if every filled cell is a number, else one of categories. A category
+    A column holds numbers if every filled cell is a number, and otherwise categories. A category
     gets a feature if it fills 1% of the rows (at least 2 cells; 10 are enough), up to
     `MAX_CATEGORIES`, commonest first. A column that is constant, empty or without any such category
     is left out.
 
     Args:
         public: the public rows.
-        target: the column to predict; rows without it are not looked at.
+        target: the column to predict; rows without it are ignored.
         task: one of `TASKS`.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out, such as identifiers.
@@ -165,7 +165,7 @@ def _refuse_decimal_commas(
     *,
     otherwise: str = ", or ignore the column or declare it categorical",
 ) -> None:
-    """Such a column would become one of categories, and be left out for having too many."""
+    """Refuses a column that decimal commas would turn into too many categories."""
     texts = list(itertools.compress(cells, wrong))
     if all(map(has_decimal_comma, texts)):
         raise TableError(
@@ -177,7 +177,7 @@ def _refuse_decimal_commas(
 def _learn_column(
     public: Table, name: str, cells: Cells, *, force_categories: bool
 ) -> Column | str:
-    """The column, or why it is left out."""
+    """Returns the learned column, or the reason why it is left out."""
     if not force_categories:
         values, wrong = numbers(cells)
         present = values[~np.isnan(values)]
@@ -205,7 +205,7 @@ def _learn_column(
     if len(counts) == 1 and not missing:
         return "constant in the public table"
     least = min(max(0.01 * len(public), 2), 10)
-    # By falling count, then by name, so that the order of rows decides nothing.
+    # By falling count and then by name, so that the order of rows does not matter.
     ranked = sorted(counts, key=lambda text: (-counts[text], text))
     kept = [text for text in ranked if counts[text] >= least][:MAX_CATEGORIES]
     if not kept:

@@ -428,7 +428,7 @@ def _scan_passes(
         # Keys are bound to a record, not to its place in the batch: others cannot change them.
         step_key = jax.random.fold_in(keys.loss, state.step)
         new = step.private_sum(state, batch, is_padding, record_keys(step_key, x.numbers))
-        return partial_sum.plus(new)
+        return partial_sum + new
 
     def public_side(state, alpha):
         def compute():

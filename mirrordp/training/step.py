@@ -71,8 +71,7 @@ class PrivateSum(NamedTuple):
     total: ExactSum
     unprivatized: Unprivatized
 
-    def plus(self, other: "PrivateSum") -> "PrivateSum":
-        """Returns the sum over the records of both."""
+    def __add__(self, other: "PrivateSum") -> "PrivateSum":  # pyright: ignore[reportIncompatibleMethodOverride]
         unprivatized = jax.tree.map(jnp.add, self.unprivatized, other.unprivatized)
         return PrivateSum(self.total + other.total, unprivatized)
 

@@ -1,4 +1,4 @@
-"""Averages of iterates: post-processing of what was released, or of public pre-training."""
+"""Averages of iterates, as post-processing of released values or of public pre-training."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ class UniformAverage:
     """The mean of the iterates θ_{s+1}, ..., θ_t, as Algorithm 1 returns it.
 
     Args:
-        start: s, the number of first iterates to leave out.
+        start: s, the number of iterates to leave out at the beginning.
     """
 
     start: int = 0
@@ -24,19 +24,19 @@ class UniformAverage:
             _validate.positive_integer(start=self.start)
 
     def update(self, average: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """The average after the iterate number `step` = 1, 2, ..."""
+        """Returns the average after the iterate with number `step` = 1, 2, ..."""
         weight = 1 / jnp.maximum(step - self.start, 1)
         return _move(average, params, weight)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialAverage:
-    """average ← decay · average + (1 − decay) · θ, starting from θ_0.
+    """The average that follows average ← decay · average + (1 − decay) · θ, starting from θ_0.
 
-    Early on the decay is capped at t / (t + 9), so that the start point is soon forgotten.
+    Early on, the decay is capped at t / (t + 9), so that the start point is soon forgotten.
 
     Args:
-        decay: in (0, 1).
+        decay: a number in (0, 1).
     """
 
     decay: float
@@ -45,7 +45,7 @@ class ExponentialAverage:
         _validate.open_unit_interval(decay=self.decay)
 
     def update(self, average: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """The average after the iterate number `step` = 1, 2, ..."""
+        """Returns the average after the iterate with number `step` = 1, 2, ..."""
         return _move(average, params, 1 - jnp.minimum(self.decay, step / (step + 9)))
 
 

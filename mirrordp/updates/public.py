@@ -43,8 +43,8 @@ def public_grad(
         _validate.positive_integer(public_batch_size=batch_size)
 
     def mean_loss(part: PyTree, params: Params, batch: Batch, keys: jax.Array) -> jax.Array:
-        losses = jax.vmap(keyed_loss, in_axes=(None, 0, 0))(trained.merge(part, params), batch, keys)
-        return jnp.mean(losses)
+        merged = trained.merge(part, params)
+        return jnp.mean(jax.vmap(keyed_loss, in_axes=(None, 0, 0))(merged, batch, keys))
 
     def value_and_grad(params: Params, arrays: Batch, key: jax.Array):
         batch_key, loss_key = jax.random.split(key)

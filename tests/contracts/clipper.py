@@ -1,4 +1,4 @@
-"""What every `clipped_grad(loss_fn, *, l2_clip_norm, trainable, microbatch_size)` must obey.
+"""The contract of `clipped_grad(loss_fn, *, l2_clip_norm, trainable, microbatch_size)`.
 
 Subclass `ClipperContract` in a test file and give it a fixture `make` that returns the function
 under test. The oracle is a plain Python loop over examples in float64.
@@ -16,7 +16,7 @@ from mirrordp import Adjacency
 from mirrordp.privacy.trainable import Trainable
 
 CLIP = 0.7
-ROUNDING = 1e-6  # relative: what the accounting may neglect
+ROUNDING = 1e-6  # A relative error that the accounting may neglect.
 
 # Multiplies a row's loss, and so its gradient: huge, tiny, of either sign, or not a number.
 EXTREMES = (1.0, -1.0, 1e3, 1e20, -1e20, 1e30, -1e30, 3e38, 1e-3, 1e-20, -1e-20, 1e-30, 1e-38, 0.0)
@@ -43,21 +43,21 @@ def make_batch(rows: int, scale=None, dtype=np.float32) -> dict:
 
 
 def loss(params, example):
-    """A network of two layers, its loss multiplied by the row's scale."""
+    """Returns the loss of a network of two layers, multiplied by the row's scale."""
     hidden = jnp.tanh(example["x"] @ params["hidden"]["w"] + params["hidden"]["b"])
     logits = hidden @ params["out"]
     return -example["scale"] * jax.nn.log_softmax(logits)[example["y"]]
 
 
 def keyed_loss(params, example, key):
-    """The same with dropout of features."""
-    # Of a fixed width, so that the oracle in float64 draws the same mask.
+    """Returns the same loss with dropout of features."""
+    # The type is fixed so that the oracle in float64 draws the same mask.
     keep = jax.random.uniform(key, example["x"].shape, np.float32) < 0.5
     return loss(params, example | {"x": jnp.where(keep, example["x"], 0)})
 
 
 def norm(tree) -> float:
-    """The norm of a tree, in float64."""
+    """Returns the norm of a tree, in float64."""
     leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]
     return float(np.linalg.norm(np.concatenate(leaves)))
 
@@ -78,7 +78,7 @@ def assert_zero(tree):
 
 
 def per_example_loop(loss_fn, params, batch, is_padding, clip=CLIP, keys=None, frozen=()):
-    """The clipped sum by the definition: one example at a time, in float64."""
+    """Returns the clipped sum by its definition, one example at a time and in float64."""
     with jax.enable_x64(True):
         wide = lambda leaf: np.asarray(leaf, np.float64) if leaf.dtype.kind not in "iu" else leaf  # noqa: E731
         gradient = jax.jit(jax.grad(loss_fn))
@@ -99,30 +99,30 @@ def per_example_loop(loss_fn, params, batch, is_padding, clip=CLIP, keys=None, f
 
 @functools.lru_cache(maxsize=64)
 def compiled(make, loss_fn=loss, *, clip=CLIP, microbatch_size=None):
-    """The jitted clipped sum, shared by the tests."""
+    """Returns the jitted clipped sum, shared by the tests."""
     return jax.jit(make(loss_fn, l2_clip_norm=clip, microbatch_size=microbatch_size))
 
 
 @functools.lru_cache(maxsize=64)
 def compiled_stats(make, microbatch_size=None):
-    """The same with each example's statistics."""
+    """Returns the same with each example's statistics."""
     clipped = make(loss, l2_clip_norm=CLIP, microbatch_size=microbatch_size)
     return jax.jit(clipped.with_stats)
 
 
 def one(make, scale) -> dict:
-    """The contribution of a single row of the given scale."""
+    """Returns the contribution of a single row of the given scale."""
     return compiled(make)(make_params(), make_batch(1, scale), np.zeros(1, bool))
 
 
 class ClipperContract:
-    """Inherit, name the class Test..., and provide a fixture `make`."""
+    """Tests for subclasses named Test... that provide a fixture `make`."""
 
     def test_equals_a_loop_over_examples(self, make):
         params, batch, is_padding = make_params(), make_batch(7), np.arange(7) >= 6
         expected = per_example_loop(loss, params, batch, is_padding)
         assert_close(compiled(make)(params, batch, is_padding), expected)
-        # The comparison has teeth: both kinds of rows matter.
+        # Both kinds of rows matter, so the comparison can fail.
         assert (
             norm(difference(expected, per_example_loop(loss, params, batch, is_padding, 1e9)))
             > CLIP
@@ -227,7 +227,7 @@ class ClipperContract:
         assert found["out"] is None
         expected = per_example_loop(loss, params, batch, is_padding, frozen=("out",))
         assert_close(found["hidden"], expected["hidden"])
-        # Clipping with the frozen leaf in the norm would have given something else.
+        # Clipping with the frozen leaf in the norm would give another result.
         with_all = per_example_loop(loss, params, batch, is_padding)
         assert norm(difference(with_all["hidden"], expected["hidden"])) > 1e-2 * CLIP
 
@@ -276,7 +276,7 @@ class ClipperContract:
             assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float64")}
             expected = per_example_loop(loss, params, batch, is_padding)
             assert norm(difference(found, expected)) <= 2e-8 * norm(expected)
-        # The tolerance has teeth: single precision is not good enough for it.
+        # Single precision would not meet this tolerance.
         narrow = compiled(make)(make_params(), make_batch(7), is_padding)
         assert norm(difference(narrow, expected)) > 2e-8 * norm(expected)
 

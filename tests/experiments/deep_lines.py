@@ -1,6 +1,6 @@
 """Result lines as `run` writes them, without a run."""
 
-from experiments.deep.settings import Settings, point_id
+from experiments.deep.settings import DeepSettings, point_id
 
 SAMPLE = "a sample of something"
 
@@ -19,7 +19,7 @@ def metrics(loss: float | None, accuracy: float | None, parts=("test",)) -> dict
 
 
 def line(
-    settings: Settings,
+    settings: DeepSettings,
     seed: int = 1,
     *,
     kind: str = "final",

@@ -361,7 +361,7 @@ def test_a_diverged_run_counts_as_infinite_and_not_as_best(trial):
 
 
 def tiny_settings(**changes):
-    return command.Settings(
+    return command.LinregSettings(
         num_trials=2,
         seed=changes.get("seed", 0),
         lattice=LATTICE,

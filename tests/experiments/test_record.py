@@ -18,7 +18,7 @@ from experiments.record.settings import (
     CONFIGS,
     PrivateSettings,
     PublicSettings,
-    Settings,
+    RecordSettings,
     SettingsError,
     load,
 )
@@ -495,7 +495,7 @@ def test_lines_of_the_search_are_readable_and_not_of_test_images():
 
 def test_the_base_settings_are_those_of_the_best_line():
     settings = load(CONFIGS / "warm-e2.toml")
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, RecordSettings)
     lines = [line for line in records.read(command.RESULTS / "search.jsonl") if "privacy" in line]
     best = min(lines, key=lambda line: line["final"]["average 0.9"]["loss"])
     ours, theirs = settings.private_identity()["private"], best["settings"]["private"]

@@ -72,7 +72,7 @@ def test_parts_do_not_overlap(root, name):
     dataset = data.Dataset(
         dataset.name, dataset.task, dataset.target, dataset.target_range, numbered, test
     )
-    split = data.split(dataset, 3)
+    split = data.split_dataset(dataset, 3)
     column = split.encoding.features.index("id")
     sizes = [len(part) for part in (split.private, split.public, split.test)]
     num_train = len(numbered) if test is not None else round(0.8 * len(numbered))
@@ -87,9 +87,9 @@ def test_parts_do_not_overlap(root, name):
     assert len(private & public) <= 2
     assert len(public & test_ids) <= 2
     assert len(private & test_ids) <= 2
-    again = data.split(dataset, 3)
+    again = data.split_dataset(dataset, 3)
     np.testing.assert_array_equal(split.public.features, again.public.features)
-    assert not np.array_equal(split.public.features, data.split(dataset, 4).public.features)
+    assert not np.array_equal(split.public.features, data.split_dataset(dataset, 4).public.features)
 
 
 def test_test_rows_decide_nothing(root):
@@ -100,7 +100,7 @@ def test_test_rows_decide_nothing(root):
         dataset.name, dataset.task, dataset.target, dataset.target_range, dataset.train,
         dataset.test.rows(np.arange(len(dataset.test)) % 2 == 0),
     )  # fmt: skip
-    one, two = data.split(dataset, 0), data.split(other, 0)
+    one, two = data.split_dataset(dataset, 0), data.split_dataset(other, 0)
     assert one.encoding == two.encoding
     job = methods.Job(methods.OURS, 1.0, 0)
     np.testing.assert_array_equal(methods._fit(job, one)[0].coef_, methods._fit(job, two)[0].coef_)
@@ -129,7 +129,7 @@ def test_metrics():
 
 def test_start_is_the_limit_of_no_budget(root):
     """What is called public-only is where our private run starts."""
-    split = data.split(data.housing(root / "tabular"), 0)
+    split = data.split_dataset(data.housing(root / "tabular"), 0)
     start = methods._fit(methods.Job(methods.START, None, 0), split)[0]
     other_rows = data.Split(
         split.dataset, split.encoding,
@@ -231,7 +231,7 @@ def test_the_verdict_is_paired_and_honest():
 
 def test_peer_runs_in_its_own_interpreter(root, tmp_path):
     """A stand-in for the script: the arrays arrive, and test targets do not."""
-    split = data.split(data.housing(root / "tabular"), 0)
+    split = data.split_dataset(data.housing(root / "tabular"), 0)
     fake = tmp_path / "python"
     fake.write_text(
         f"#!{sys.executable}\n"

@@ -1,4 +1,4 @@
-"""Large layers have no per-example gradients: seen in the jaxpr, not in a stopwatch."""
+"""Large layers have no per-example gradients, as the jaxpr shows."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from tests.ghost.test_odd_programs import PROGRAMS
 
 
 def shapes(jaxpr) -> set[tuple[int, ...]]:
-    """The shapes of all intermediate values, inner jaxprs included."""
+    """Returns the shapes of all intermediate values, inner jaxprs included."""
     found = set()
     for eqn in jaxpr.eqns:
         found |= {tuple(var.aval.shape) for var in eqn.outvars if hasattr(var.aval, "shape")}
@@ -106,7 +106,7 @@ def test_explain_counts_the_positions_of_an_explicit_gradient():
 
 
 def test_large_explicit_gradients_are_announced(monkeypatch):
-    """By name, with the reason, and only where they are large; a microbatch makes them smaller."""
+    """The warning names the parameter and the reason, and depends on the microbatch size."""
 
     def loss(params, x):
         scaled = params["scaled"] / jnp.linalg.norm(params["scaled"])

@@ -1,4 +1,4 @@
-"""Programs that ghost clipping once got wrong or refused, each as small as it gets."""
+"""Programs that ghost clipping once got wrong or refused, each as small as possible."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def empty_weights(p, x):
 
 @program({"layers": normal(0, 3, 4, 4), "shared": normal(1, 4, 4)})
 def penalties_that_a_loop_returns(p, x):
-    """What an iteration returns depends on parameters alone."""
+    """The output of an iteration depends on parameters alone."""
 
     def layer(h, w):
         return jnp.tanh(h @ w + h @ p["shared"]), (jnp.sum(w**2), p["shared"])
@@ -166,7 +166,7 @@ def test_explain_says_when_nothing_is_recognised():
 
 @pytest.mark.parametrize("module", [ghost, clipping], ids=["ghost", "explicit"])
 def test_complex_weights_are_refused(module):
-    """Noise is real: the imaginary part of a sum would be released without any."""
+    """Noise is real, so the imaginary part of a sum would be released without noise."""
     clipped = module.clipped_grad(
         lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x) @ w) ** 2), l2_clip_norm=1.0
     )

@@ -38,7 +38,7 @@ def both(loss, params, batch, *, clip, **options):
 
 
 def typical_norm(loss, params, batch) -> float:
-    """A clip norm that clips some examples and not others."""
+    """Returns a clip norm that clips some examples and not others."""
     grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
     squares = sum(
         np.sum(np.asarray(leaf, np.float64) ** 2, axis=tuple(range(1, leaf.ndim)))
@@ -69,7 +69,7 @@ def test_equals_explicit_gradients_in_float32(name):
     clip = typical_norm(loss, params, batch)
     (found, stats), (wanted, wanted_stats) = both(loss, params, batch, clip=clip)
     assert relative_error(found, wanted) < 1e-5
-    # The norm that clips is an upper bound, and a tight one.
+    # The norm used for clipping is an upper bound, and a tight one.
     ratio = np.asarray(stats.unprivatized_norms / wanted_stats.unprivatized_norms)[:-1]
     assert np.all(ratio > 1 - 1e-6)
     assert np.all(ratio < 1 + 1e-4)

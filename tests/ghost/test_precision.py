@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from mirrordp.privacy import clipping, ghost
-from mirrordp.privacy.ghost import _factors
+from mirrordp.privacy.ghost import _factors, _sides, _sum
 
 
 def bilinear(weight, example):
-    """Its gradient is Σ_t left_t ⊗ right_t, whatever the weight."""
+    """Has the gradient Σ_t left_t ⊗ right_t, whatever the weight."""
     left, right = example
     return jnp.sum((left @ weight) * right)
 
 
 def cancelling(positions: int, scale: float, gap: float, seed: int = 0):
-    """Positions in pairs that cancel to `gap` of their size; K·N is large enough for Gram."""
+    """Returns pairs of positions that cancel to `gap` of their size; K·N is large, for Gram."""
     rng = np.random.default_rng(seed)
     left = rng.normal(size=(positions, 90))
     right = rng.normal(size=(positions, 60))
@@ -47,9 +47,9 @@ def test_a_contribution_never_exceeds_the_clip_norm(module, scale):
 
 def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     """The same search finds the fault if norms are summed in float32 without a margin."""
-    monkeypatch.setattr(_factors, "wide_dtype", lambda: jnp.float32)
-    none = lambda sites, rows: _factors.Roundoff(0.0, 0.0, rows, 0.0)  # noqa: E731
-    monkeypatch.setattr(ghost, "_sum_roundoff", none)
+    monkeypatch.setattr(_sides, "wide_dtype", lambda: jnp.float32)
+    none = lambda layers, rows: _factors.Roundoff(0.0, 0.0, rows, 0.0)  # noqa: E731
+    monkeypatch.setattr(_sum, "sum_roundoff", none)
     monkeypatch.setattr(_factors, "_gram_roundoff", lambda parts: 0.0)
     compiled.cache_clear()
     worst = max(
@@ -120,7 +120,7 @@ def test_bfloat16_weights_behind_a_function_of_weights():
 
 
 def test_cancelling_positions_in_float64():
-    """Float64 Gram sums have no wider type to hide in: their own rounding counts."""
+    """There is no type wider than float64, so the rounding of Gram sums counts."""
     with jax.enable_x64(True):
         clipped = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=1.0).__call__)
         rng = np.random.default_rng(0)
@@ -138,7 +138,8 @@ def test_numbers_that_underflow_on_the_way(left, right):
     """Scaled cotangents, or clip factors, may be subnormal where the result is not."""
     for seed in range(8):
         one, other = cancelling(5, 1.0, 1.0, seed)
-        example = (one * np.float32(left), other * np.float32(right))
+        with np.errstate(over="ignore"):
+            example = (one * np.float32(left), other * np.float32(right))
         total = compiled(ghost, 1.0)(example)
         assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
 
@@ -153,7 +154,7 @@ def test_shortened_algorithms_are_not_used_for_norms_and_sums():
 
 
 def looked_up(table, example):
-    """Every position looks up the row whose number is the first entry's."""
+    """Looks up, at every position, the row whose number is the first entry."""
     left, right = example
     return jnp.sum(table[left[:, 0].astype(jnp.int32)] * right)
 
@@ -166,14 +167,14 @@ def convolved(kernel, example):
 
 
 def one_entry(left, right, width: int):
-    """Positions of which only the first entry differs from zero."""
+    """Returns positions of which only the first entry differs from zero."""
     arrays = [np.zeros((len(right), width), np.float32) for _ in range(2)]
     arrays[0][:, 0], arrays[1][:, 0] = left, right
     return tuple(arrays)
 
 
 def below_half_a_unit(positions: int):
-    """1, then terms that a running sum of 1 rounds up to twice their size, then -1."""
+    """Returns 1, then terms that a running sum of 1 rounds up to twice their size, then -1."""
     small = 2.0**-24 * (1 + 2.0**-10)
     return one_entry(1.0, [1.0, *[small] * (positions - 2), -1.0], 3 * positions // 2)
 
@@ -181,7 +182,7 @@ def below_half_a_unit(positions: int):
 @pytest.mark.parametrize("loss_fn", [bilinear, looked_up, convolved])
 @pytest.mark.parametrize("positions", [20, 66, 200])
 def test_a_running_sum_may_round_every_position_up(loss_fn, positions):
-    """The worst case of an accumulation, T roundoffs, not the usual √T."""
+    """An accumulation may err by T roundoffs in the worst case, not by the usual √T."""
     example = [array[None] for array in below_half_a_unit(positions)]
     width = example[0].shape[-1]
     weight = jnp.zeros((width, width))
@@ -200,7 +201,7 @@ def test_a_running_sum_may_round_every_position_up(loss_fn, positions):
 
 @pytest.mark.parametrize("positions", [66, 200])
 def test_rows_that_cancel_leave_the_others_alone(positions):
-    """With and without another row: the difference stays within the clip norm.
+    """The sums with and without another row differ by at most the clip norm.
 
     The positions of the row that stays just do not fit into a running sum; what the other row adds
     before them changes how each of them is rounded.
@@ -227,12 +228,12 @@ def test_rows_that_cancel_leave_the_others_alone(positions):
 
 
 def test_no_margin_would_let_both_pass(monkeypatch):
-    """The same rows find a sum whose rounding is taken for its usual size."""
+    """The same rows find the fault if the rounding is assumed to have its usual size."""
 
-    def usual(sites, rows):
+    def usual(layers, rows):
         return _factors.Roundoff(math.sqrt(200) * 2.0**-24, 0.0, rows, 0.0)
 
-    monkeypatch.setattr(ghost, "_sum_roundoff", usual)
+    monkeypatch.setattr(_sum, "sum_roundoff", usual)
     with pytest.raises(AssertionError):
         test_a_running_sum_may_round_every_position_up(bilinear, 200)
     with pytest.raises(AssertionError):
@@ -241,7 +242,7 @@ def test_no_margin_would_let_both_pass(monkeypatch):
 
 @pytest.mark.parametrize(("backend", "bits"), [("cpu", None), ("gpu", 11), ("tpu", 8)])
 def test_the_margin_covers_inputs_that_the_machine_shortens(backend, bits, monkeypatch):
-    """Both factors of a product rounded to so many bits, at worst half a unit each."""
+    """Both factors of a product are rounded to `bits` bits, at worst by half a unit each."""
     seen = []
     original = _factors.gram
 
@@ -261,7 +262,7 @@ def test_the_margin_covers_inputs_that_the_machine_shortens(backend, bits, monke
 
 
 def test_clip_factors_are_rounded_down():
-    """Few bits are left of a factor below 1e-38: rounded up, a contribution would exceed C."""
+    """A factor below 1e-38 has few bits left: rounded up, it would let a contribution exceed C."""
     norms = np.geomspace(1.1, 1e44, 1000)
     nobody = jnp.zeros(1000, bool)
     with jax.enable_x64(True):
@@ -275,7 +276,7 @@ def test_clip_factors_are_rounded_down():
 @pytest.mark.parametrize("clip", [1e-12, 0.01, 1.0])
 @pytest.mark.parametrize(("width", "out"), [(10_000, 1), (1_000, 10), (10, 10)])
 def test_float64_inputs_whose_squares_underflow(width, out, clip):
-    """Inputs of 1e-154 have no norm that float64 could tell; a large cotangent brings them back."""
+    """Float64 rounds the norm of inputs of 1e-154 to zero, but a large cotangent restores them."""
     with jax.enable_x64(True):
         rows = (jnp.full((1, 1, width), 1.4e-154), jnp.full((1, 1, out), 1e153))
         clipped = ghost.clipped_grad(bilinear, l2_clip_norm=clip)

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from mirrordp.privacy import ghost
+from mirrordp.privacy.ghost import _plan
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")
 
@@ -25,13 +26,13 @@ def layer(function):
 
 
 def often(function):
-    """Registers a layer whose weights have factors: drawn four times as often as another one."""
+    """Registers a layer whose weights have factors; it is drawn four times as often as others."""
     LAYERS.extend([function] * 4)
     return function
 
 
 class Weights:
-    """Draws parameters, or hands out again what was drawn before, while a model is set up."""
+    """Draws parameters, or returns earlier ones again, while a model is set up."""
 
     def __init__(self, rng):
         self.rng, self.values = rng, []
@@ -259,9 +260,9 @@ def random_model(seed):
 @pytest.mark.parametrize("path", ["gram", "cheaper"])
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_clipped_per_example_gradients(seed, path, monkeypatch):
-    """`path`: weights of this size would rarely be large enough for Gram matrices."""
+    """Weights of this size rarely prefer Gram matrices, so half of the tests force them."""
     if path == "gram":
-        monkeypatch.setattr(ghost, "_prefers_gram", lambda sites: True)
+        monkeypatch.setattr(_plan, "_prefers_gram", lambda layers: True)
     with jax.enable_x64(True):
         loss, params, batch = random_model(10 * seed + (path == "gram"))
         params, batch = jax.tree.map(jnp.asarray, (params, batch))

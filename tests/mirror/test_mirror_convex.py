@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrordp.mirror import Ball, ConvexMap, GLMMap, QuadraticMap, WholeSpace
+from mirrordp.mirror import Ball, ConvexMap, GLMMap, QuadraticMap, WholeSpace, families
 
 # A float64 that is silently cut to float32 announces itself as a warning.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -96,7 +96,7 @@ def test_a_solver_that_cannot_finish_says_so():
     features, scores = classification()
     capped = GLMMap(
         *jax.tree.leaves(GLMMap.logistic(features, scores > 0)),
-        cumulant=lambda u: jax.nn.softplus(u[:, 0]),
+        family=families.LOGISTIC,
         ridge=1e-4,
         max_iterations=1,
     )
@@ -132,7 +132,7 @@ def test_overflow_at_the_start_is_answered_with_nan():
         (lambda x: GLMMap.multinomial(x, [0, 1, 3], 3), "from 0 to 2"),
         (lambda x: GLMMap.multinomial(x, [0, 1, 0.5], 3), "from 0 to 2"),
         (lambda x: GLMMap.poisson(x, [0, 1, -1]), "non-negative"),
-        (lambda x: GLMMap.poisson(x, [0, 1]), "equally many rows"),
+        (lambda x: GLMMap.poisson(x, [0, 1]), "the same number of rows"),
         (lambda x: GLMMap.poisson(x, [0, 1, np.inf]), "finite"),
         (lambda x: GLMMap.poisson(0 * x, [0, 1, 2]), "all be zero"),
         (lambda x: GLMMap.logistic(x, [0, 1, 1], ridge=0.0), "ridge"),

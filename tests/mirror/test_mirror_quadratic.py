@@ -86,7 +86,7 @@ def test_collinear_columns_need_a_ridge():
         ({"features": np.zeros((5, 2))}, "all be zero"),
         ({"features": np.full((5, 2), np.nan)}, "10 values that are NaN"),
         ({"features": np.ones(5)}, "2 axes"),
-        ({"targets": np.ones(4)}, "one entry per row"),
+        ({"targets": np.ones(4)}, "one entry for each of"),
         ({"ridge": -1.0}, "ridge"),
         ({"ridge_center": np.zeros(3)}, "length 2"),
         ({"scale": 0.0}, "scale"),

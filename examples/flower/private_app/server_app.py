@@ -5,8 +5,6 @@ from flwr.serverapp import Grid, ServerApp
 
 import mirrordp
 from mirrordp.integrations import flower
-from mirrordp.training import federated
-from mirrordp.updates import schedules
 from private_app.task import PARAMS, accuracy, draw, loss_fn
 
 app = ServerApp()
@@ -26,20 +24,15 @@ def main(grid: Grid, context: Context) -> None:
         num_steps=rounds,
         unit="user",
     )
-    step = federated.FederatedStep(
-        loss_fn=loss_fn,
-        mechanism=mechanism,
-        optimizer=federated.server_sgd(1.0),
-        client_learning_rate=0.5,
-    )
+    step = mirrordp.FederatedStep(loss_fn, mechanism, client_learning_rate=0.5)
     strategy = flower.PrivateStrategy(
         step,
         PARAMS,
         delta=float(config["delta"]),
         public=mirrordp.PublicData(public),
-        alpha=schedules.cosine(decay_steps=3 * rounds / 2),
+        alpha=mirrordp.schedules.cosine(decay_steps=3 * rounds / 2),
         participation_is_seen=bool(config["participation-is-seen"]),
-        round_timeout=float(config["round-timeout"]),
+        reply_timeout=float(config["reply-timeout"]),
     )
     params = strategy.run(grid)
     report = strategy.report(

@@ -13,9 +13,9 @@ site's cotangent, example by example; from those and the BATCH operands everythi
 
     ∂ℓ_i/∂θ = Σ_sites (∂W/∂θ)ᵀ (∂site/∂W)ᵀ δ_i,        W(θ) the site's PARAM operand.
 
-The jaxpr is interpreted three times, always in the same order, so that sites can be counted off:
-to find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and
-to compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop;
+The jaxpr is interpreted three times, always in the same order, so that sites can be numbered: to
+find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and to
+compute the losses with probes (`forward`). Sites inside `scan` gain one leading axis per loop, and
 so do PARAM operands where a scan goes over parameters, as with stacked layers.
 """
 
@@ -57,7 +57,7 @@ class View(NamedTuple):
     stacked: tuple[int, ...] = ()
 
     def rearranged(self, leaf: jax.Array) -> jax.Array:
-        """The value that this is a view of, all iterations of loops [*stacked, ...], never cast."""
+        """Returns the viewed value, with all iterations of loops [*stacked, ...] and never cast."""
         _, axes, _, *steps = self.layout
         named = [axis for axis in axes if axis is not None]
         # Axes of the leaf that are not named have size one.
@@ -75,7 +75,7 @@ class View(NamedTuple):
         return value
 
     def restored(self, gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The leaf's gradient from that of the value: `rearranged`, transposed."""
+        """Returns the leaf's gradient from that of the value: `rearranged`, transposed."""
         leaf = jax.ShapeDtypeStruct(shape, gradient.dtype)
         return jax.linear_transpose(self.rearranged, leaf)(gradient)[0]
 
@@ -84,10 +84,10 @@ class Value(NamedTuple):
     """A value in the interpretation.
 
     Attributes:
-        kind: what it depends on; what has no gradient with respect to parameters is a CONST.
-        value: itself; None where it is not computed.
-        view: of a PARAM value, if it is a rearranged leaf.
-        leaves: that a PARAM value depends on.
+        kind: what the value depends on; without a gradient with respect to parameters it is CONST.
+        value: the value itself, or None where it is not computed.
+        view: the view of a PARAM value that is a rearranged leaf.
+        leaves: the leaves that a PARAM value depends on.
         varies: the enclosing loops (0 is the outermost) whose iterations see different PARAMs.
     """
 
@@ -108,7 +108,7 @@ class Site:
         params: the primitive's parameters.
         apply: `apply(param_operands, other_operands) -> list of outputs` for one example and one
             loop iteration; only the outputs that carry gradients.
-        views: of each PARAM operand, its View or None.
+        views: the View of each PARAM operand, or None.
         leaves: the parameter leaves that the PARAM operands depend on.
         param_positions: which operands of the equation are PARAM.
         param_shapes: shape and dtype of each PARAM operand, without loop axes.
@@ -132,7 +132,7 @@ class Site:
     captures: tuple[int, ...]
 
     def applied(self) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-        """`apply` over the loop axes."""
+        """Returns `apply` mapped over the loop axes."""
         fun = self.apply
         for depth in reversed(range(len(self.loops))):
             axes = [0 if varies[depth] else None for varies in self.varies]
@@ -140,7 +140,7 @@ class Site:
         return fun
 
     def probe_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the probes for one example."""
+        """Returns the shapes of the probes for one example."""
         return tuple(
             jax.ShapeDtypeStruct(self.loops + out.shape, out.dtype) for out in self.out_shapes
         )
@@ -152,20 +152,20 @@ class UnrecognisedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced loss: its jaxpr, which inputs are trainable leaves, and its sites.
+    """A traced loss: its jaxpr, the number of trainable leaves, and its sites.
 
-    Inputs of the jaxpr are the trainable leaves, then the other inputs, in order.
+    Inputs of the jaxpr are the trainable leaves, the constants and the example, in this order.
     """
 
     jaxpr: core.ClosedJaxpr
     num_leaves: int
-    num_constants: int
     sites: tuple[Site, ...]
 
     def operands(self, leaves: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list:
-        """The PARAM operands of every site, as a differentiable function of the leaves."""
+        """Returns the PARAM operands of every site, differentiable with respect to the leaves."""
         run = _Interpreter(mode=_Mode.OPERANDS)
-        run.program(self, leaves, constants, [None] * self._num_batch)
+        num_batch = len(self.jaxpr.jaxpr.invars) - len(leaves) - len(constants)
+        run.program(self, leaves, constants, [None] * num_batch)
         return [list(operands) for operands in run.operands]
 
     def forward(
@@ -175,14 +175,10 @@ class Program:
         example: Sequence[jax.Array],
         probes: Sequence[Sequence[jax.Array]],
     ) -> tuple[jax.Array, list]:
-        """The loss of one example with probes added, and each site's captured operands."""
+        """Returns the loss of one example with probes added, and each site's captured operands."""
         run = _Interpreter(mode=_Mode.FORWARD, probes=probes)
         loss = run.program(self, leaves, constants, example)
         return loss.value, run.captured
-
-    @property
-    def _num_batch(self) -> int:
-        return len(self.jaxpr.jaxpr.invars) - self.num_leaves - self.num_constants
 
 
 def trace(
@@ -193,14 +189,13 @@ def trace(
 ) -> Program:
     """Traces `loss(*leaves, *constants, *example)`, of one example, and finds its sites."""
     jaxpr = jax.make_jaxpr(loss)(*leaves, *constants, *example)
-    # The oracle, which is asked instead, says best what is wrong with these.
+    # The explicit clipper, which is asked instead, has the better messages for these.
     if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves):
         raise UnrecognisedError("there are trainable parameters that are not floats")
-    if [(out.shape, jnp.issubdtype(out.dtype, jnp.floating)) for out in jaxpr.out_avals] != [
-        ((), True)
-    ]:
+    outputs = [(out.shape, jnp.issubdtype(out.dtype, jnp.floating)) for out in jaxpr.out_avals]
+    if outputs != [((), True)]:
         raise UnrecognisedError("the loss is not one real number")
-    program = Program(jaxpr, len(leaves), len(constants), ())
+    program = Program(jaxpr, len(leaves), ())
     run = _Interpreter(mode=_Mode.OPERANDS)
 
     def record(leaves, constants):
@@ -232,13 +227,8 @@ class _Interpreter:
     def program(self, program: Program, leaves, constants, example) -> Value:
         inputs = [
             *(
-                Value(
-                    Kind.PARAM,
-                    leaf,
-                    _whole_leaf(number, jnp.ndim(leaf)),
-                    frozenset([number]),
-                )
-                for number, leaf in enumerate(leaves)
+                Value(Kind.PARAM, leaf, _whole_leaf(n, jnp.ndim(leaf)), frozenset([n]))
+                for n, leaf in enumerate(leaves)
             ),
             *(Value(Kind.CONST, constant) for constant in constants),
             *(Value(Kind.BATCH, part) for part in example),
@@ -279,7 +269,7 @@ class _Interpreter:
         return self.site(eqn, inputs)
 
     def plain(self, eqn, inputs: list[Value], kind: Kind) -> list[Value]:
-        """An equation that is no site: just evaluated, unless its inputs are unknown here."""
+        """Evaluates an equation that is no site, unless its inputs are unknown here."""
         leaves = frozenset().union(*(value.leaves for value in inputs))
         varies = frozenset().union(*(value.varies for value in inputs))
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
@@ -330,7 +320,7 @@ class _Interpreter:
         )
 
     def lift(self, value: Value) -> Value:
-        """Makes a PARAM value a BATCH one: a site whose only operand is the parameter."""
+        """Makes a PARAM value a BATCH one, by a site whose only operand is the parameter."""
         aval = jax.typeof(value.value)
         (lifted,) = self._meet(
             name="lift",
@@ -346,7 +336,7 @@ class _Interpreter:
         return lifted
 
     def lifted(self, values: Sequence[Value]) -> list[Value]:
-        """What enters or leaves the body of a loop: its PARAM values as BATCH ones."""
+        """Makes BATCH values of all PARAM values that enter or leave the body of a loop."""
         return [self.lift(value) if value.kind is Kind.PARAM else value for value in values]
 
     def _meet(
@@ -384,9 +374,9 @@ class _Interpreter:
         return [Value(Kind.BATCH, output) for output in outputs]
 
     def scan(self, eqn, inputs: list[Value]) -> list[Value]:
-        """A loop with parameters among its constants or what it goes over.
+        """Interprets a loop with parameters among its constants or among what it goes over.
 
-        There are sites inside it, probed at every iteration.
+        The sites inside it are probed at every iteration.
         """
         num_consts, num_carry = _scan_arity(eqn)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
@@ -440,7 +430,7 @@ def _carries_gradients(eqn, output) -> bool:
 
 
 def _scan_arity(eqn) -> tuple[int, int]:
-    """The number of constants and of carried values among a scan's operands."""
+    """Returns the number of constants and of carried values among a scan's operands."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     # From JAX 0.11 on a scan's operands are grouped by a tree instead.
@@ -451,10 +441,10 @@ def _scan_arity(eqn) -> tuple[int, int]:
 def _sites_of_body(
     body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], loops: tuple[int, ...]
 ) -> tuple[list[Site], list[tuple]]:
-    """The sites inside a loop and their PARAM operands, which are computed outside of it.
+    """Returns the sites inside a loop and their PARAM operands, which are computed outside of it.
 
     A PARAM in the body is the same in all iterations, or a function of slices of what the loop goes
-    over; in the second case the operand gets a leading axis, that of the loop.
+    over. In the second case the operand gets a leading axis for the loop.
     """
     inner = _Interpreter(_Mode.OPERANDS)
     inner.loops = loops
@@ -466,16 +456,10 @@ def _sites_of_body(
     def one_iteration(slices):
         remaining = iter(slices)
         inputs = [
-            Value(
-                Kind.PARAM,
-                next(remaining),
-                _sliced(value.view),
-                value.leaves,
-                value.varies | {depth},
-            )
-            if value.kind is Kind.PARAM
+            Value(Kind.PARAM, next(remaining), _sliced(of.view), of.leaves, of.varies | {depth})
+            if of.kind is Kind.PARAM
             else Value(Kind.BATCH, None)
-            for value in rest
+            for of in rest
         ]
         unknown = [Value(Kind.BATCH, None)] * num_carry
         inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *unknown, *inputs]))
@@ -493,7 +477,7 @@ def _sites_of_body(
 
 
 def _sliced(view: View | None) -> View | None:
-    """The view of one slice along the first axis, where a loop goes over a PARAM value."""
+    """Returns the view of one slice along the first axis, for a loop over a PARAM value."""
     if view is None or view.axes is None or view.axes[0] is None:
         return None
     stacked, axes = (*view.stacked, view.axes[0]), view.axes[1:]
@@ -503,7 +487,7 @@ def _sliced(view: View | None) -> View | None:
 def _count_sites(
     body, consts: Sequence[Value], num_carry: int, rest: Sequence[Value], length: int
 ) -> int:
-    """The number of sites in a loop's body, found by walking it once more without values."""
+    """Counts the sites in a loop's body by walking it once more without values."""
     known = [*consts, *(value for value in rest if value.kind is Kind.PARAM)]
     found = []
 
@@ -531,7 +515,7 @@ def _whole_leaf(number: int, ndim: int) -> View:
 
 
 def _view_after(eqn, view: View | None) -> View | None:
-    """The view after an equation that only rearranges entries; None after any other."""
+    """Returns the view after an equation that only rearranges entries; None after any other."""
     if view is None:
         return None
     name, axes = eqn.primitive.name, view.axes
@@ -543,11 +527,8 @@ def _view_after(eqn, view: View | None) -> View | None:
             step = (name, tuple(order))
         case "squeeze":
             dropped = eqn.params["dimensions"]
-            new = (
-                None
-                if axes is None
-                else tuple(axis for i, axis in enumerate(axes) if i not in dropped)
-            )
+            kept = [i for i in range(len(eqn.invars[0].aval.shape)) if i not in dropped]
+            new = None if axes is None else tuple(axes[i] for i in kept)
             step = ("reshape", tuple(out.aval.shape))
         case "expand_dims" | "broadcast_in_dim" | "reshape":
             shape = tuple(out.aval.shape)
@@ -561,12 +542,10 @@ def _view_after(eqn, view: View | None) -> View | None:
             elif tuple(eqn.invars[0].aval.shape) == shape:
                 return view
         case "convert_element_type" | "copy" | "copy_p" | "reduce_precision":
-            if not jnp.issubdtype(out.aval.dtype, jnp.floating):
-                return None
-            return view
+            return view if jnp.issubdtype(out.aval.dtype, jnp.floating) else None
         case _:
             return None
     if new is not None:
-        # Pure permutations are named by where they end up, however they got there.
+        # A pure permutation is named by its result, whatever steps led to it.
         return View(view.leaf, ("axes", new, view.stacked), new, view.stacked)
     return View(view.leaf, (*view.layout, step), None, view.stacked)

@@ -6,9 +6,11 @@ import math
 import textwrap
 from typing import Any
 
+from mirrordp._rounding import downwards, upwards
 from mirrordp.cli._common import (
     UsageError,
     add_command,
+    interruptible,
     one_of,
     open_unit_interval,
     patiently,
@@ -16,31 +18,30 @@ from mirrordp.cli._common import (
     positive_integer,
     probability,
     seed,
-    told_on_interruption,
 )
 
 
-def add_audit_command(commands: Any) -> None:
-    """Registers it."""
-    audit = add_command(
+def add(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
         commands,
         "audit",
-        _audit,
+        _run,
         "attack the library's own algorithms and compare with the stated epsilon",
-        "example: mirrordp audit --noise-multiplier 3 --steps 16 --canaries 240; exit code 1 means "
-        "that a claim was refuted",
+        "audit --noise-multiplier 3 --steps 16 --canaries 240; exit code 1 means that a claim was "
+        "refuted",
     )
     options = [
         ("--noise-multiplier", positive, 3.0, "S", "standard deviation over the clip norm"),
-        ("--sampling-prob", probability, 0.25, "Q", "probability of a record to join a step"),
+        ("--sampling-prob", probability, 0.25, "Q", "probability that a record joins a step"),
         ("--steps", positive_integer, 16, "T", "number of steps"),
-        ("--canaries", positive_integer, 240, "N", "records, all of them canaries"),
+        ("--canaries", positive_integer, 240, "N", "records, all of which are canaries"),
         ("--runs", positive_integer, 200, "N", "runs with, and without, the paired canary"),
         ("--delta", open_unit_interval, 1e-5, "D", "delta of the claim"),
-        ("--confidence", open_unit_interval, 0.95, "P", "of all bounds together"),
+        ("--confidence", open_unit_interval, 0.95, "P", "confidence of all bounds together"),
     ]
     for name, kind, default, metavar, text in options:
-        audit.add_argument(
+        parser.add_argument(
             name, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)"
         )
     algorithms, attacks = (
@@ -48,34 +49,21 @@ def add_audit_command(commands: Any) -> None:
         ("one-run", "paired", "gaussian", "noise", "sampling"),
     )
     for name, choices in (("--algorithm", algorithms), ("--attack", attacks)):
-        audit.add_argument(
+        parser.add_argument(
             name,
             type=one_of("all", *choices),
             default="all",
             metavar="NAME",
             help=f"{', '.join(choices)} or all (default: %(default)s)",
         )
-    audit.add_argument("--seed", type=seed, metavar="N", help="makes the audit repeatable")
-    audit.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _downwards(bound: float) -> str:
-    """Three decimals, rounded down: no more than was proved."""
-    if not bound < 1e6:
-        return "infinite" if math.isinf(bound) else f"{bound:.0e}"
-    return f"{math.floor(1000 * bound) / 1000:.3f}"
+    parser.add_argument("--seed", type=seed, metavar="N", help="makes the audit repeatable")
 
 
 def _chosen(kind: Any, name: str) -> list[Any]:
     return list(kind) if name == "all" else [kind(name)]
 
 
-def _audit(arguments: argparse.Namespace) -> int:
-    from mirrordp import auditing
-    from mirrordp.privacy.mechanism import Mechanism
-    from mirrordp.privacy.sampling import PoissonSampling
-    from mirrordp.report import upwards
-
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.canaries < 30:
         raise UsageError(
             f"expected --canaries of at least 30, got {arguments.canaries}; fewer prove nothing."
@@ -90,6 +78,10 @@ def _audit(arguments: argparse.Namespace) -> int:
             "expected --sampling-prob below 1 for --attack sampling, got 1; nothing is drawn where "
             "every record joins every step."
         )
+    from mirrordp import auditing
+    from mirrordp.privacy.mechanism import Mechanism
+    from mirrordp.privacy.sampling import PoissonSampling
+
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(
             arguments.sampling_prob * arguments.canaries, num_examples=arguments.canaries
@@ -99,7 +91,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         num_steps=arguments.steps,
     )
     with (
-        told_on_interruption("Begin again: an audit keeps nothing."),
+        interruptible("An audit cannot be resumed; run it again."),
         patiently("training canaries and attacking them"),
     ):
         found = auditing.audit(
@@ -139,7 +131,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     for result in found:
         print(
             f"{result.algorithm.value:<20}{result.attack.value:<10}{result.measure:<9}"
-            f"{upwards(result.reported):>8}{_downwards(result.lower_bound):>10}  "
+            f"{upwards(result.reported):>8}{downwards(result.lower_bound):>10}  "
             + ("REFUTED" if result.refuted else _noticed(result.notices))
         )
         for problem in result.problems:
@@ -155,8 +147,8 @@ def _audit(arguments: argparse.Namespace) -> int:
     return int(refuted)
 
 
-# How a deviation is printed in the table and in a sentence; to which side its size is rounded, and
-# which of two sizes is the weaker power.
+# How a deviation is printed in the table and in a sentence, to which side its size is rounded, and
+# which of two sizes belongs to the weaker audit.
 _DEVIATIONS = {
     "noise": ("noise x {}", "noise below {} of what is stated", math.floor, min),
     "clip": ("clip norm x {}", "a clip norm above {} of what is stated", math.ceil, max),
@@ -175,7 +167,7 @@ def _noticed(notices: Any) -> str:
 
 
 def _explanations(found: Any, arguments: argparse.Namespace, auditing: Any) -> list[str]:
-    """What the numbers mean, as far as they occur."""
+    """Explains the numbers that occur in the table."""
     attacks = {result.attack.value for result in found}
     together = (
         "The lower bound holds"
@@ -184,8 +176,8 @@ def _explanations(found: Any, arguments: argparse.Namespace, auditing: Any) -> l
     )
     of_epsilon = f"; epsilon is at delta {arguments.delta:g}"
     texts = [
-        "A claim is refuted where what an attack proves (at least) is above what is stated, or a "
-        f"problem is listed below it. {together} with confidence {arguments.confidence:g}"
+        "A claim is refuted if an attack proves more (at least) than is stated, or if a problem is "
+        f"listed below it. {together} with confidence {arguments.confidence:g}"
         + (f"{of_epsilon}." if attacks & {"one-run", "paired"} else ".")
     ]
     noticed = []
@@ -206,7 +198,7 @@ def _explanations(found: Any, arguments: argparse.Namespace, auditing: Any) -> l
     if "gaussian" in attacks:
         texts.append(
             f"The Gaussian attack runs at a noise multiplier of its own, {auditing.AUDIT_NOISE:g}, "
-            "where it sees most. What it says of the stated one rests on noise that is "
-            "proportional to it, which the noise attack measures."
+            "at which it sees most. Its result carries over to the stated noise multiplier if the "
+            "noise is proportional to it, which the noise attack measures."
         )
     return texts

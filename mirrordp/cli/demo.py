@@ -1,82 +1,78 @@
 """`mirrordp demo`."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from mirrordp.cli._common import UsageError, add_command, seed, told_on_interruption
-from mirrordp.report import NOT_FOR_RELEASE, upwards
+from mirrordp._rounding import upwards
+from mirrordp.cli._common import UsageError, add_command, interruptible, print_json, seed
 
 DEFAULT_FOLDER = "mirrordp-demo"
 
 
-def add_demo_command(commands: Any) -> None:
-    """Registers it."""
-    demo = add_command(
+def add(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
         commands,
         "demo",
-        _demo,
+        _run,
         "train three ways on generated data and compare",
-        f"example: mirrordp demo --out {DEFAULT_FOLDER}",
+        f"demo --out {DEFAULT_FOLDER}",
     )
-    demo.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path(DEFAULT_FOLDER),
         metavar="DIR",
         help="folder for report.json, privacy_card.md and results.png (default: %(default)s)",
     )
-    demo.add_argument(
+    parser.add_argument(
         "--seed",
         type=seed,
         default=0,
         metavar="N",
-        help="of data, sampling and noise (default: %(default)s)",
+        help="seed of data, sampling and noise (default: %(default)s)",
     )
-    demo.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     folder = _writable(arguments.out)
-    # Training needs the whole library; account and calibrate do not.
-    from mirrordp import demo
 
-    settings = demo.Settings()
+    from mirrordp import demo
+    from mirrordp.report import NOT_FOR_RELEASE
+
+    settings = demo.DemoSettings()
     if not arguments.quiet:
         print(
             f"Training {len(demo.METHODS)} ways at epsilon {settings.epsilon:g}, delta "
             f"{settings.delta:g}; seed {arguments.seed} ({NOT_FOR_RELEASE}).",
             file=sys.stderr,
         )
-    with told_on_interruption("Nothing was written: begin again, the demo keeps nothing."):
+    with interruptible("Nothing was written, and the demo cannot be resumed; run it again."):
         result = demo.run_demo(
             folder, seed=arguments.seed, settings=settings, progress=not arguments.quiet
         )
     report = result.report
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "epsilon": report.epsilon,
-                    "delta": report.delta,
-                    "noise_multiplier": report.noise_multiplier,
-                    "adjacency": report.adjacency.value,
-                    "unit": report.unit,
-                    "sampling": report.sampling,
-                    "steps": report.charged_steps,
-                    "accountant": report.accountant,
-                    "method": report.accountant_method,
-                    "tuning": report.tuning,
-                    "seed": report.seed,
-                    "randomness": NOT_FOR_RELEASE,
-                    **report.results,
-                    "out": str(folder),
-                    "seconds": round(result.seconds, 1),
-                },
-                allow_nan=False,
-            )
+        print_json(
+            {
+                "epsilon": report.epsilon,
+                "delta": report.delta,
+                "noise_multiplier": report.noise_multiplier,
+                "adjacency": report.adjacency.value,
+                "unit": report.unit,
+                "sampling": report.sampling,
+                "steps": report.charged_steps,
+                "accountant": report.accountant,
+                "method": report.accountant_method,
+                "tuning": report.tuning,
+                "seed": report.seed,
+                "randomness": NOT_FOR_RELEASE,
+                **report.results,
+                "out": str(folder),
+                "seconds": round(result.seconds, 1),
+            }
         )
         return 0
     together = report.results["epsilon_of_all_methods_on_the_same_rows"]
@@ -95,7 +91,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _writable(folder: Path) -> Path:
-    """Makes the folder before the work begins, rather than failing after it."""
+    """Makes the folder before the work begins, so that a bad choice fails early."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".mirrordp-writable"

@@ -1,90 +1,79 @@
-"""`mirrordp fit` and `mirrordp predict`."""
+"""`mirrordp fit`."""
 
 import argparse
 import contextlib
-import json
 import shlex
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mirrordp._rounding import percent_upwards, upwards
 from mirrordp._warn import warn
 from mirrordp.cli._common import (
     UsageError,
     add_command,
     check_epsilon,
     counted,
+    interruptible,
+    library_errors,
     one_of,
     open_unit_interval,
     patiently,
     positive,
+    print_json,
     seed,
-    sentence,
-    table_errors,
-    told_on_interruption,
-)
-from mirrordp.privacy.secure import require_cryptography
-from mirrordp.report import NOT_FOR_RELEASE, RunReport, percent_upwards, upwards
-from mirrordp.spending.budget import Budget
-from mirrordp.spending.files import HAS_LOCKS
-from mirrordp.tables import TASKS, fitting as tabular
-from mirrordp.training.checkpoint import (
-    Checkpoint,
-    checkpoint_files,
-    is_unfinished,
-    remove_checkpoints,
 )
 
+if TYPE_CHECKING:
+    from mirrordp.spending.budget import Budget
+    from mirrordp.tables.fitting import FittedTable
+
+TASKS = ("regression", "classification", "count")
 RUN_SUFFIX = ".run"
 _TABLE = "CSV or Parquet"
 
 
-def add_table_commands(commands: Any) -> None:
-    """Registers both."""
-    _add_fit(commands)
-    _add_predict(commands)
-
-
-def _add_fit(commands: Any) -> None:
-    fit = add_command(
+def add(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
         commands,
         "fit",
-        _fit,
-        "a linear model of a private table, with the help of a public one",
-        "example: mirrordp fit --private a.csv --public b.csv --target y --task regression "
-        "--epsilon 1 --delta 1e-5 --out model",
+        _run,
+        "fit a linear model to a private table, with the help of a public one",
+        "fit --private a.csv --public b.csv --target y --task regression --epsilon 1 --delta 1e-5 "
+        "--out model",
     )
     for name, summary in (
         ("--private", f"{_TABLE}; every row is protected"),
         ("--public", f"{_TABLE} with the same columns; types, categories and scales come from it"),
     ):
-        fit.add_argument(name, type=Path, required=True, metavar="FILE", help=summary)
-    fit.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
-    fit.add_argument(
+        parser.add_argument(name, type=Path, required=True, metavar="FILE", help=summary)
+    parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
+    parser.add_argument(
         "--task",
         type=one_of(*TASKS),
         required=True,
         metavar=f"{{{','.join(TASKS)}}}",
-        help="what the target is: a number, a class, or a count",
+        help="whether the target is a number, a class or a count",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--epsilon", type=positive, required=True, metavar="E", help="epsilon of this run"
     )
-    fit.add_argument(
+    parser.add_argument(
         "--delta",
         type=open_unit_interval,
         metavar="D",
         help="delta, well below one over the number of private rows N (default: that of the "
         "budget; without one, 1/(10 N) rounded down to a power of ten, and at most 1e-05)",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--allow-large-delta",
         action="store_true",
-        help="take a delta above 1/N, at which publishing one row at random would pass",
+        help="accept a delta above 1/N, at which publishing one row at random would pass",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,
@@ -92,98 +81,80 @@ def _add_fit(commands: Any) -> None:
         help="new folder for model.json, report.json and privacy_card.md",
     )
     for name, summary in (
-        ("--categorical", "its numbers are codes of categories; may be repeated"),
-        ("--ignore", "leave it out, as for an identifier; may be repeated"),
+        ("--categorical", "treat the numbers of this column as categories; may be repeated"),
+        ("--ignore", "leave this column out, such as an identifier; may be repeated"),
     ):
-        fit.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
-    fit.add_argument(
+        parser.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
+    parser.add_argument(
         "--test",
         type=Path,
         metavar="FILE",
-        help=f"{_TABLE}; further rows that need no protection, to judge the model by",
+        help=f"{_TABLE}; further rows that need no protection, to evaluate the model on",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--secure",
         action="store_true",
-        help="noise from a cryptographic generator, exact on a lattice, for models to release "
+        help="take noise from a cryptographic generator, exact on a lattice, for models to release "
         "(needs pip install 'mirrordp[secure]'); such a run cannot be repeated or resumed",
     )
-    fit.add_argument(
-        "--seed", type=seed, metavar="N", help="for a run that can be repeated: not for release"
+    parser.add_argument(
+        "--seed", type=seed, metavar="N", help="make the run repeatable, and not for release"
     )
-    fit.add_argument(
+    parser.add_argument(
         "--budget",
         type=Path,
         metavar="BUDGET",
-        help="charge to this budget (see 'mirrordp budget --help'); refused if it does not fit",
+        help="charge this budget (see 'mirrordp budget --help'); refused if the run does not fit",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--data-changed",
         action="store_true",
-        help="the private file was changed: go on with what is left of the same budget",
+        help="continue with what is left of the budget although the private file was changed",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="finish a run that was cut off; give the options that it began with",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--wait",
         type=positive,
         default=0.0,
         metavar="SECONDS",
         help="how long to wait for another process on the same budget (default: not at all)",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--keep-checkpoint",
         action="store_true",
-        help=f"keep OUT{RUN_SUFFIX}, which is secret: who has it can subtract the noise",
+        help=f"keep OUT{RUN_SUFFIX}, which is secret: anyone who has it can subtract the noise",
     )
-    fit.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_predict(commands: Any) -> None:
-    predict = add_command(
-        commands,
-        "predict",
-        _predict,
-        "predictions of a fitted model for a table",
-        "example: mirrordp predict --model model --input c.csv --output d.csv",
-    )
-    for name, metavar, summary in (
-        ("--model", "DIR", "the folder that fit made"),
-        ("--input", "FILE", _TABLE),
-        ("--output", "FILE", "Parquet where the name ends in .parquet, else CSV"),
-    ):
-        predict.add_argument(name, type=Path, required=True, metavar=metavar, help=summary)
-    predict.add_argument(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="COLUMN",
-        help="copy this column of the input into the output; may be repeated",
-    )
-    predict.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _fit(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_epsilon(arguments.epsilon)
     _check_secure(arguments)
+    if arguments.data_changed and arguments.budget is None:
+        raise UsageError("expected --budget with --data-changed, got none; leave it out.")
+
+    from mirrordp.spending.budget import Budget
+    from mirrordp.spending.files import HAS_LOCKS
+    from mirrordp.tables import fitting
+    from mirrordp.training.checkpoint import Checkpoint
+
     began = time.perf_counter()
-    out, run_folder = arguments.out, _run_folder(arguments.out)
-    with table_errors(), _resumable(arguments, run_folder) as charged_to:
-        if arguments.resume and (out / tabular.MODEL_FILE).exists():
-            return _already_finished(arguments, run_folder)
-        tabular.check_new_folder(out)
+    # Beside the folder that is released, never in it: it holds the randomness of the run.
+    run_folder = arguments.out.absolute().with_name(arguments.out.absolute().name + RUN_SUFFIX)
+    with library_errors(), interruptible(), _resumable(arguments, run_folder) as charged_to:
+        if arguments.resume and (arguments.out / fitting.MODEL_FILE).exists():
+            return _finish_again(arguments, run_folder)
+        fitting.check_new_folder(arguments.out)
         _check_run_folder(arguments, run_folder)
-        if arguments.data_changed and arguments.budget is None:
-            raise UsageError("expected --budget with --data-changed, got none; leave it out.")
         with contextlib.ExitStack() as stack:
             budget = None
             if arguments.budget is not None:
                 budget = stack.enter_context(Budget.open(arguments.budget, wait=arguments.wait))
                 charged_to.append((budget, budget.status.charges))
-            fitted = tabular.fit_files(
+            fitted = fitting.fit_files(
                 arguments.private,
                 arguments.public,
                 target=arguments.target,
@@ -196,7 +167,7 @@ def _fit(arguments: argparse.Namespace) -> int:
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
                 test=arguments.test,
-                budget=budget,
+                spend=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
                 checkpoint=Checkpoint(run_folder, resume=arguments.resume, keep=True)
@@ -204,15 +175,15 @@ def _fit(arguments: argparse.Namespace) -> int:
                 else None,
                 stage=patiently,
             )
-            fitted.write(out)
+            fitted.write(arguments.out)
             _remove_secrets(arguments, run_folder)
     _print_fitted(arguments, fitted, time.perf_counter() - began)
     return 0
 
 
-def _print_fitted(
-    arguments: argparse.Namespace, fitted: tabular.FittedTable, seconds: float
-) -> None:
+def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds: float) -> None:
+    from mirrordp.report import NOT_FOR_RELEASE
+
     report, model = fitted.report, fitted.model
     if arguments.json:
         result = {
@@ -236,7 +207,7 @@ def _print_fitted(
             result |= {"seed": report.seed, "randomness": NOT_FOR_RELEASE}
         if report.ledger is not None:
             result["ledger"] = dict(report.ledger)
-        print(json.dumps(result, allow_nan=False))
+        print_json(result)
         return
     print(
         f"Fitted {model.task} of {arguments.target!r} on {len(model.encoding.columns)} columns, "
@@ -246,7 +217,7 @@ def _print_fitted(
         print(f"Left out: {name!r}, {reason}.")
     if report.charged_steps == 0:
         print(
-            "At this epsilon private rows would bring more noise than knowledge: this is the model "
+            "At this epsilon, private rows would add more noise than knowledge: this is the model "
             "of the public rows alone."
         )
     print(
@@ -273,16 +244,13 @@ def _print_fitted(
             baseline = report.results.get(f"baseline_{name}")
             guess = "" if baseline is None else f" (without features: {baseline:.4g})"
             print(f"On test rows: {name} {report.results[f'test_{name}']:.4g}{guess}.")
-    print(f"Wrote {tabular.MODEL_FILE}, report.json and privacy_card.md to {arguments.out}/")
+    print(f"Wrote model.json, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
 
 
-def _run_folder(out: Path) -> Path:
-    """Where a fit keeps its randomness: beside the folder that is released, never in it."""
-    return out.absolute().with_name(out.absolute().name + RUN_SUFFIX)
-
-
 def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:
+    from mirrordp.training.checkpoint import is_unfinished
+
     unfinished = is_unfinished(run_folder)
     if unfinished and not arguments.resume:
         raise UsageError(
@@ -296,16 +264,19 @@ def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:
         )
 
 
-def _already_finished(arguments: argparse.Namespace, run_folder: Path) -> int:
-    """The model was written, and only what is secret had not been removed."""
-    tabular.TableModel.load(arguments.out)
+def _finish_again(arguments: argparse.Namespace, run_folder: Path) -> int:
+    """Removes the secrets of a run that was cut off after its model had been written."""
+    from mirrordp.report import RunReport
+    from mirrordp.tables.fitting import TableModel
+
+    TableModel.load(arguments.out)
     report = RunReport.read(arguments.out)
     _remove_secrets(arguments, run_folder)
     if arguments.json:
         result = {"epsilon": report.epsilon, "delta": report.delta, "out": str(arguments.out)}
-        print(json.dumps({**result, "finished": "before"}, allow_nan=False))
+        print_json({**result, "finished": "before"})
     else:
-        # Nothing was compared with the options of this call, so it says what the run was.
+        # The options of this call were compared with nothing, so the line says what the run was.
         print(
             f"The run had finished: {arguments.out}/ holds its model, {report.title}, epsilon "
             f"{upwards(report.epsilon)}, delta {upwards(report.delta, 6)}."
@@ -314,6 +285,8 @@ def _already_finished(arguments: argparse.Namespace, run_folder: Path) -> int:
 
 
 def _remove_secrets(arguments: argparse.Namespace, run_folder: Path) -> None:
+    from mirrordp.training.checkpoint import remove_checkpoints
+
     if arguments.keep_checkpoint or not run_folder.is_dir():
         return
     try:
@@ -321,13 +294,13 @@ def _remove_secrets(arguments: argparse.Namespace, run_folder: Path) -> None:
         shutil.rmtree(run_folder)
     except OSError as error:
         warn(
-            f"{str(run_folder)!r} could not be removed ({error.strerror}); remove it by hand: who "
-            "has it can subtract the noise.",
+            f"{str(run_folder)!r} could not be removed ({error.strerror}); remove it by hand: "
+            "anyone who has it can subtract the noise."
         )
 
 
 def _check_secure(arguments: argparse.Namespace) -> None:
-    """Refuses what a run that cannot be repeated has no use for, and a missing library."""
+    """Refuses options that a run that cannot be repeated does not have, and a missing library."""
     if not arguments.secure:
         return
     for option, given in (
@@ -337,54 +310,44 @@ def _check_secure(arguments: argparse.Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"expected --secure or {option}, got both, and a secure run cannot be repeated: "
-                "its noise is written down nowhere; leave one of them out."
+                f"expected --secure or {option}, got both, and a secure run cannot be repeated, "
+                "since its noise is not recorded anywhere; leave one of them out."
             )
+    from mirrordp.privacy.secure import require_cryptography
+
     try:
         require_cryptography()
     except ImportError as error:
-        raise UsageError(sentence(error)) from None
+        raise UsageError(str(error)) from None
 
 
 @contextlib.contextmanager
 def _resumable(
     arguments: argparse.Namespace, run_folder: Path
-) -> Iterator[list[tuple[Budget, int]]]:
-    """Says after Ctrl-C how to go on.
+) -> Iterator[list[tuple["Budget", int]]]:
+    """Tells the user after Ctrl-C how to continue.
 
     Yields a list for the budget that the run is charged to and its number of charges before.
     """
+    from mirrordp.tables.fitting import MODEL_FILE
+    from mirrordp.training.checkpoint import checkpoint_files
+
     charged_to: list[tuple[Budget, int]] = []
-    model = arguments.out / tabular.MODEL_FILE
+    model = arguments.out / MODEL_FILE
     was_there = model.exists()
     try:
         yield charged_to
     except KeyboardInterrupt:
-        if not checkpoint_files(run_folder):
-            if model.exists() and not was_there:
-                raise KeyboardInterrupt(
-                    f"The run had finished: {arguments.out}/ holds its model."
-                ) from None
-            if any(budget.status.charges > before for budget, before in charged_to):
-                raise KeyboardInterrupt(
-                    "The run was charged, and a secure run cannot be resumed: its noise is written "
-                    "down nowhere. What was charged stays charged."
-                ) from None
-            raise KeyboardInterrupt("Nothing was charged.") from None
-        command = [word for word in arguments.command if word != "--resume"]
-        raise KeyboardInterrupt(
-            f"To finish the run: {shlex.join(['mirrordp', *command, '--resume'])}"
-        ) from None
-
-
-def _predict(arguments: argparse.Namespace) -> int:
-    with table_errors(), told_on_interruption("Nothing was written: run the command again."):
-        model = tabular.TableModel.load(arguments.model)
-        rows = tabular.predict_file(
-            model, arguments.input, arguments.output, keep=arguments.keep, stage=patiently
-        )
-    if arguments.json:
-        print(json.dumps({"rows": rows, "output": str(arguments.output)}))
-    else:
-        print(f"Wrote {rows} predictions to {arguments.output}")
-    return 0
+        if checkpoint_files(run_folder):
+            command = [word for word in arguments.command if word != "--resume"]
+            advice = f"To finish the run: {shlex.join(['mirrordp', *command, '--resume'])}"
+        elif model.exists() and not was_there:
+            advice = f"The run had finished: {arguments.out}/ holds its model."
+        elif any(budget.status.charges > before for budget, before in charged_to):
+            advice = (
+                "The run was charged, and a secure run cannot be resumed, since its noise is not "
+                "recorded anywhere. What was charged stays charged."
+            )
+        else:
+            advice = "Nothing was charged."
+        raise KeyboardInterrupt(advice) from None

@@ -1,0 +1,495 @@
+"""Users who own rows, private and public as two types, where the unit of privacy is the user.
+
+What one user's rows or name are must not decide how those of another user are read, ordered or
+chosen: every check and conversion here treats each user alone.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrordp import _show, _validate
+from mirrordp.data.rows import (
+    HIDDEN,
+    UNPROTECTED,
+    Overlap,
+    PublicData,
+    announce_overlap,
+    as_arrays,
+    check_arrays,
+    is_numeric,
+    refuse_non_finite,
+)
+from mirrordp.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClientData:
+    """Users who each own at most `max_examples_per_user` rows: `PrivateClients` or `PublicClients`.
+
+    The rows of all users are stored one after the other, user by user, without padding. Make an
+    object with `from_rows` (one table with a column of users) or `from_users` (one entry per user):
+    both bound the contribution *before* anything is sampled. A user who has more rows than the
+    bound keeps a random subset, which is decided by `seed` and by this user's own name and rows.
+
+    Args:
+        arrays: a pytree of arrays with one common leading axis, user by user.
+        num_examples: the number of rows that each user owns, which may be zero.
+        ids: the users' names, or None if they are not known. A run refuses or drops a private user
+            whose name is also a public user's.
+        max_examples_per_user: the bound, a public constant.
+    """
+
+    arrays: PyTree
+    num_examples: np.ndarray
+    ids: tuple[Hashable, ...] | None
+    max_examples_per_user: int
+
+    def __post_init__(self):
+        name, remark = self._words()
+        _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
+        object.__setattr__(self, "arrays", as_arrays(name, self.arrays))
+        counts = np.asarray(self.num_examples, np.int32)
+        object.__setattr__(self, "num_examples", counts)
+        if counts.ndim != 1 or counts.size == 0:
+            raise ValueError(f"{name} needs at least one user, got counts of shape {counts.shape}.")
+        if self.ids is not None:
+            if missing := _num_missing(self.ids):
+                raise ValueError(
+                    f"every user needs a name, got {missing} that are None, NaN or empty. Leave "
+                    f"ids out if no name is known. {remark}".rstrip()
+                )
+            different = len({_spelling(user) for user in self.ids})
+            if different != len(counts) or len(self.ids) != len(counts):
+                raise ValueError(
+                    f"{name} needs one name per user, each once, got {different} different names "
+                    f"for {len(counts)} users (3 and '3' are one name). {remark}".rstrip()
+                )
+        if counts.min() < 0 or counts.max() > self.max_examples_per_user:
+            raise ValueError(
+                f"every user of {name} may own 0 to {self.max_examples_per_user} rows, got "
+                f"{counts.min()} to {counts.max()}. from_rows and from_users choose a subset. "
+                f"{remark}".rstrip()
+            )
+        check_arrays(name, remark, self.arrays)
+        rows = len(jax.tree.leaves(self.arrays)[0])
+        if rows != counts.sum():
+            raise ValueError(
+                f"the users of {name} must own all rows, got {rows} rows and users who own "
+                f"{counts.sum()}. {remark}".rstrip()
+            )
+
+    def _words(self) -> tuple[str, str]:
+        """Returns the type's name and the remark that its error messages carry."""
+        raise TypeError(
+            "users are either private or public: expected PrivateClients or PublicClients, got "
+            "ClientData. Use one of the two."
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        arrays: PyTree,
+        user_ids: Sequence[Hashable] | np.ndarray,
+        *,
+        users: Iterable[Hashable] | None = None,
+        max_examples_per_user: int = 256,
+        seed: int = 0,
+    ) -> Self:
+        """Makes users from one table and a column that names the owner of each row.
+
+        Args:
+            arrays: a pytree of arrays with one common leading axis.
+            user_ids: the owner of each row.
+            users: all users, needed if some own no rows; by default those of `user_ids`, sorted.
+            max_examples_per_user: the bound.
+            seed: decides, together with a user's name, which of its rows are kept.
+        """
+        owners = _uncast(user_ids)
+        arrays = as_arrays(cls.__name__, arrays)
+        _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
+        if owners.ndim != 1 or lengths != {len(owners)}:
+            raise ValueError(
+                f"user_ids must name the owner of each row, got {owners.shape} names for "
+                f"{sorted(lengths)} rows. Pass one name per row."
+            )
+        missing = _num_missing(user_ids)
+        if missing:
+            raise ValueError(
+                f"every row must have an owner, got {missing} rows whose user is None, NaN or "
+                "empty. Together they would count as one user, and whoever really owns some of "
+                f"them would count twice. Leave such rows out. {UNPROTECTED}"
+            )
+        names, owner_numbers = _distinct_names(owners)
+        if users is not None:
+            listed = list(users)
+            known = {_spelling(name): number for number, name in enumerate(listed)}
+            if len(known) < len(listed):
+                raise ValueError(
+                    f"users must list every user once, got {len(listed) - len(known)} names more "
+                    f"than once. {UNPROTECTED}"
+                )
+            unknown = sum(_spelling(name) not in known for name in names)
+            if unknown:
+                raise ValueError(
+                    f"every row must belong to one of users, got {unknown} owners who are not "
+                    f"among them. Add them, or leave out their rows. {UNPROTECTED}"
+                )
+            numbers = np.array([known[_spelling(name)] for name in names], np.int64)
+            owner_numbers, names = numbers[owner_numbers], listed
+        order = np.argsort(owner_numbers, kind="stable")
+        counts = np.bincount(owner_numbers, minlength=len(names))
+        return cls._bounded(
+            lambda rows: jax.tree.map(lambda leaf: leaf[order[rows]], arrays),
+            counts,
+            names,
+            tuple(names),
+            max_examples_per_user,
+            seed,
+        )
+
+    @classmethod
+    def from_users(
+        cls,
+        users: Sequence[PyTree],
+        *,
+        ids: Sequence[Hashable] | None = None,
+        dtypes: PyTree | None = None,
+        max_examples_per_user: int = 256,
+        seed: int = 0,
+    ) -> Self:
+        """Makes users from one pytree of arrays each; an empty array is a user without rows.
+
+        Args:
+            users: the rows of each user, all of one structure.
+            ids: the users' names; without them a user is known by its rows.
+            dtypes: the dtypes that the arrays shall have, fixed without looking at private rows:
+                one for all arrays, or a tree like a user's with a dtype or an array in each place
+                (`public.arrays`, for example). Each user's rows are converted by themselves;
+                integers that do not fit are refused. Without it, all users who have rows must have
+                the same dtypes.
+            max_examples_per_user: the bound.
+            seed: decides, together with a user's name or rows, which of its rows are kept.
+        """
+        _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        if isinstance(users, Mapping):
+            raise TypeError(
+                "users must be a list with the rows of one user each, got a mapping. Pass "
+                "list(users.values()) and ids=list(users)."
+            )
+        if len(users) == 0:
+            raise ValueError("from_users needs at least one user, got an empty list.")
+        users = [as_arrays(cls.__name__, user) for user in users]
+        if dtypes is not None:
+            users = [_converted(number, user, dtypes) for number, user in enumerate(users)]
+        counts = _rows_of_users(users)
+        # Empty arrays have dtype float64 by default; they must not turn labels into floats.
+        arrays = jax.tree.map(
+            lambda *leaves: np.concatenate([x for x in leaves if len(x)] or leaves), *users
+        )
+        too_many = counts > max_examples_per_user
+        names = None if ids is None else tuple(ids)
+        if names is not None and len(names) != len(users):
+            raise ValueError(f"ids must name all {len(users)} users, got {len(names)} names.")
+        return cls._bounded(
+            lambda rows: jax.tree.map(lambda leaf: leaf[rows], arrays),
+            counts,
+            # The place in the list cannot serve as a name: it depends on the other users.
+            [_rows_digest(user) if over else "" for user, over in zip(users, too_many, strict=True)]
+            if names is None
+            else names,
+            names,
+            max_examples_per_user,
+            seed,
+        )
+
+    @classmethod
+    def _bounded(
+        cls,
+        take_rows: Callable[[np.ndarray], PyTree],
+        counts: np.ndarray,
+        names: Sequence[Hashable],
+        ids: tuple[Hashable, ...] | None,
+        bound: int,
+        seed: int,
+    ) -> Self:
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        keep = np.ones(int(starts[-1]), bool)
+        for user in np.flatnonzero(counts > bound):
+            rng = np.random.default_rng([seed, *_name_entropy(names[int(user)])])
+            mask = np.zeros(counts[user], bool)
+            mask[rng.choice(counts[user], bound, replace=False)] = True
+            keep[starts[user] : starts[user + 1]] = mask
+        return cls(take_rows(np.flatnonzero(keep)), np.minimum(counts, bound), ids, bound)
+
+    def __len__(self) -> int:
+        """The number of users."""
+        return len(self.num_examples)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the arrays take, in bytes."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The index of each user's first row."""
+        return np.concatenate([[0], np.cumsum(self.num_examples)[:-1]]).astype(np.int32)
+
+    def user(self, number: int) -> PyTree:
+        """Returns the rows of one user, without padding."""
+        start = self.starts[number]
+        stop = start + self.num_examples[number]
+        return jax.tree.map(lambda leaf: leaf[start:stop], self.arrays)
+
+    def take(self, users: Sequence[int] | np.ndarray) -> Self:
+        """Returns some of the users, in the given order."""
+        users = np.asarray(users, np.int64)
+        parts = [np.arange(s, s + c) for s, c in zip(self.starts, self.num_examples, strict=True)]
+        rows = np.concatenate([parts[user] for user in users]) if len(users) else np.zeros(0, int)
+        return type(self)(
+            jax.tree.map(lambda leaf: leaf[rows], self.arrays),
+            self.num_examples[users],
+            None if self.ids is None else tuple(self.ids[user] for user in users),
+            self.max_examples_per_user,
+        )
+
+
+class PrivateClients(ClientData):
+    """Users whose privacy is protected: a user, with all of its rows, is one record.
+
+    Values are not checked here: a user whose data leads to a NaN contributes nothing.
+    """
+
+    def _words(self) -> tuple[str, str]:
+        return "PrivateClients", UNPROTECTED
+
+    def __repr__(self) -> str:
+        kinds = _show.listed_kinds(_show.array_kinds(self.arrays, rows="n"))
+        return f"PrivateClients({kinds}, at most {self.max_examples_per_user} of a user; {HIDDEN})"
+
+    def _repr_html_(self) -> str:
+        bound = ("rows of a user", f"at most {self.max_examples_per_user}")
+        kinds = _show.array_kinds(self.arrays, rows="n")
+        return _show.table("PrivateClients", [*kinds, bound], f"{HIDDEN.capitalize()}.")
+
+
+class PublicClients(ClientData):
+    """Users whose rows anyone may read: everything learned from them is free."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        refuse_non_finite("PublicClients", "", self.arrays)
+
+    def _words(self) -> tuple[str, str]:
+        return "PublicClients", ""
+
+    def __repr__(self) -> str:
+        kinds = _show.listed_kinds(_show.array_kinds(self.arrays))
+        return f"PublicClients({len(self)} users, {kinds})"
+
+    def _repr_html_(self) -> str:
+        return _show.table(f"PublicClients: {len(self)} users", _show.array_kinds(self.arrays))
+
+    @property
+    def examples(self) -> PublicData:
+        """All rows, regardless of their owners."""
+        return PublicData(self.arrays)
+
+
+def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:
+    """Returns how many rows each user owns, after checking that all have rows of one kind.
+
+    A user whose arrays differ in length would shift the rows of the users after it. One array holds
+    the rows of all, so that a user with uint16 among users with uint8 would change the arithmetic
+    of everyone, and contributions would no longer depend on the own rows of a user alone.
+    """
+    structure = jax.tree.structure(users[0])
+    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(users[0])]
+    counts: list[int] = []
+    dtypes: list[str] | None = None
+    for number, user in enumerate(users):
+        leaves = jax.tree.leaves(user)
+        if jax.tree.structure(user) != structure or not leaves:
+            raise ValueError(
+                f"all users must have arrays of the same names, got {structure} for user 0 and "
+                f"{jax.tree.structure(user)} for user {number} of the list. {UNPROTECTED}"
+            )
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError(
+                f"a user's rows must be arrays with a leading row axis, got a scalar for user "
+                f"{number} of the list. Turn lists into arrays: np.asarray(rows). {UNPROTECTED}"
+            )
+        if [leaf.shape[1:] for leaf in leaves] != shapes:
+            raise ValueError(
+                f"rows of all users must have the same shape, got {shapes} for user 0 and "
+                f"{[leaf.shape[1:] for leaf in leaves]} for user {number} of the list. A user "
+                f"without rows has arrays of length zero, np.zeros((0, ...)). {UNPROTECTED}"
+            )
+        lengths = {len(leaf) for leaf in leaves}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"all arrays of a user must have the same number of rows, got {sorted(lengths)} "
+                f"for user {number} of the list. {UNPROTECTED}"
+            )
+        counts.append(lengths.pop())
+        if counts[-1] == 0:
+            continue
+        own = [leaf.dtype.name for leaf in leaves]
+        dtypes = own if dtypes is None else dtypes
+        if own != dtypes:
+            raise TypeError(
+                f"arrays of all users must have the same dtypes, got {dtypes} and, for user "
+                f"{number} of the list, {own}: put together, they would change the numbers of all "
+                "users. Declare the dtypes, for example dtypes=np.float32 or dtypes={'x': "
+                f"np.uint8, 'y': np.int32}}, and each user is converted alone. {UNPROTECTED}"
+            )
+    return np.array(counts)
+
+
+def _converted(number: int, user: PyTree, dtypes: PyTree) -> PyTree:
+    """Returns a user's arrays in the declared dtypes; no other user's rows take part."""
+    leaves, structure = jax.tree.flatten(user)
+    declared = jax.tree.leaves(dtypes)
+    if len(declared) == 1:
+        declared = declared * len(leaves)
+    elif jax.tree.structure(dtypes) != structure:
+        raise ValueError(
+            f"dtypes must be one dtype or a tree like a user's, got {jax.tree.structure(dtypes)} "
+            f"and {structure} for user {number} of the list. {UNPROTECTED}"
+        )
+    # The attribute np.float32.dtype is a descriptor; only that of an array is a dtype.
+    wanted = [
+        np.dtype(leaf if isinstance(leaf, type) else getattr(leaf, "dtype", leaf))
+        for leaf in declared
+    ]
+    return jax.tree.unflatten(
+        structure, [_convert(number, *pair) for pair in zip(leaves, wanted, strict=True)]
+    )
+
+
+def _convert(number: int, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rounds to a float of any width; every other conversion must leave each number unchanged."""
+    if leaf.dtype == dtype:
+        return leaf
+    is_real = np.isrealobj(leaf) and is_numeric(leaf.dtype)
+    with np.errstate(all="ignore"):
+        converted = leaf.astype(dtype) if is_real or not len(leaf) else None
+    if converted is None or not (
+        jnp.issubdtype(dtype, np.inexact) or np.array_equal(converted, leaf)
+    ):
+        raise ValueError(
+            f"every user's rows must fit the declared dtypes, got {leaf.dtype.name} that cannot "
+            f"become {dtype.name} for user {number} of the list. Declare a wider dtype for all "
+            f"users, or correct that user's rows. {UNPROTECTED}"
+        )
+    return converted
+
+
+def _uncast(names: Sequence[Hashable] | np.ndarray) -> np.ndarray:
+    """Returns names as an array without converting them; NumPy turns all into text if one is."""
+    if isinstance(names, list | tuple):
+        return np.fromiter(names, object, len(names))
+    return np.asarray(names)
+
+
+def _distinct_names(owners: np.ndarray) -> tuple[list[Hashable], np.ndarray]:
+    """Returns the distinct names in order, and for each row the index of its name.
+
+    The order compares two names by their spelling alone, so that a name of another type does not
+    move the other users.
+    """
+    names: list[Hashable]
+    if owners.dtype == object:
+        numbers: dict[str, int] = {}
+        which = np.array([numbers.setdefault(_spelling(n), len(numbers)) for n in owners], np.intp)
+        first = np.full(len(numbers), len(owners))
+        np.minimum.at(first, which, np.arange(len(owners)))
+        names = owners[first].tolist()
+    else:
+        found, which = np.unique(owners, return_inverse=True)
+        names = found.tolist()
+    order = sorted(range(len(names)), key=lambda number: _name_order(names[number]))
+    place = np.empty(len(names), np.intp)
+    place[order] = np.arange(len(names))
+    return [names[number] for number in order], place[which]
+
+
+def _name_order(name: Hashable) -> tuple[float, str]:
+    """Returns a sort key: numbers by size, then text in alphabetical order."""
+    text = _spelling(name)
+    try:
+        number = float(text)
+    except ValueError:
+        return math.inf, text
+    return (number if math.isfinite(number) else math.inf), text
+
+
+def _num_missing(names: Iterable[Hashable] | np.ndarray) -> int:
+    """Counts names that are None, NaN or empty, which NumPy may have turned into text."""
+    if getattr(getattr(names, "dtype", None), "kind", "O") not in "fOSU":
+        return 0
+    return sum(
+        name is None or name != name or (isinstance(name, str | bytes) and not name.strip())
+        for name in names
+    )
+
+
+def _spelling(name: Hashable) -> str:
+    """Returns a name as text: one file may hold 3 where another holds '3', 3.0 or b'3'."""
+    if isinstance(name, bytes):
+        return name.decode(errors="backslashreplace")
+    if isinstance(name, float | np.floating) and name.is_integer():
+        return str(int(name))
+    return str(name)
+
+
+def _name_entropy(name: Hashable) -> list[int]:
+    """Returns four numbers that follow from a user's name, the same on every machine."""
+    digest = hashlib.blake2b(_spelling(name).encode(), digest_size=16).digest()
+    return np.frombuffer(digest, "<u4").tolist()
+
+
+def _rows_digest(user: PyTree) -> str:
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(user)]
+    return hashlib.blake2b(b"".join(leaf.tobytes() for leaf in leaves), digest_size=16).hexdigest()
+
+
+def require_private_clients(data: object, name: str = "private") -> None:
+    """Raises a TypeError unless `data` is `PrivateClients`."""
+    _validate.instance_of(
+        PrivateClients,
+        f"Wrap the sensitive users: {name}=PrivateClients.from_rows(arrays, user_ids).",
+        **{name: data},
+    )
+
+
+def excluded_users(
+    private: PrivateClients, public: PublicClients, overlap: Overlap = Overlap.DROP
+) -> np.ndarray:
+    """Returns a mask of the private users whose name is also a public user's.
+
+    As with `excluded_rows`, such a user is masked, contributes nothing, and still counts in n.
+
+    Args:
+        private: the private users.
+        public: the public users.
+        overlap: whether to mask them (`DROP`), with a warning for the operator only, or to raise.
+
+    Returns:
+        A boolean array of length `len(private)`, all False if either side has no names.
+    """
+    mask = np.zeros(len(private), bool)
+    if private.ids is None or public.ids is None:
+        return mask
+    names = {_spelling(name) for name in public.ids}
+    mask[:] = [_spelling(name) in names for name in private.ids]
+    announce_overlap(mask, "private users are also public users", overlap)
+    return mask

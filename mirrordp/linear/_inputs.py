@@ -1,0 +1,266 @@
+"""Checks of the rows and targets that are given to `fit`, and of its other arguments.
+
+What one row holds must not decide how the numbers or labels of the others are read, or the private
+sum would move by more than its sensitivity. Messages about private rows carry the mark
+`UNPROTECTED`; they quote no value and go to the operator only.
+"""
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils import column_or_1d
+from sklearn.utils.validation import validate_data
+
+from mirrordp._warn import warn
+from mirrordp.data import (
+    UNPROTECTED,
+    PrivateData,
+    PublicData,
+    UnprotectedWarning,
+    excluded_rows,
+    refuse_private_rows,
+)
+
+
+def validated(
+    estimator: BaseEstimator, X: Any, y: Any, *, public: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns features as a float64 matrix and targets as a vector, or refuses them."""
+    suffix, remark = ("_public", "") if public else ("", f" {UNPROTECTED}")
+    if y is None:
+        raise ValueError(
+            f"{type(estimator).__name__} requires y{suffix} to be passed, but the target y is None."
+        )
+    _refuse_text_and_times(f"X{suffix}", X, remark)
+    X = _matrix(estimator, X, public, suffix, remark)
+    y = column_or_1d(_each_by_itself(y), warn=True)
+    if y.dtype.kind in "mM":
+        raise ValueError(
+            f"y{suffix} must hold numbers or text, got dates or durations, {y.dtype}. Turn them "
+            f"into numbers or text one by one.{remark}"
+        )
+    if len(y) != len(X):
+        raise ValueError(
+            f"X{suffix} and y{suffix} must have the same number of rows, got {len(X)} and {len(y)}."
+        )
+    refuse_non_finite(f"X{suffix}", X, remark)
+    if y.dtype.kind == "f":
+        refuse_non_finite(f"y{suffix}", y, remark)
+    return X, y
+
+
+def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark: str) -> np.ndarray:
+    """Runs scikit-learn's own checks, and replaces messages that would quote values."""
+    try:
+        # All inputs get one memory layout, on which the last bit of a matrix product depends.
+        matrix: Any = validate_data(
+            estimator, X, reset=not public, dtype=np.float64, order="C", ensure_all_finite=False
+        )
+        return matrix
+    except ValueError as error:
+        if public and "feature names should match" in str(error):
+            raise ValueError(
+                "X_public must have the columns of X in the same order, got other columns. "
+                "Pass X_public[X.columns]."
+            ) from None
+        if str(error).startswith(("Expected 2D array", "Complex data")):
+            first = str(error).splitlines()[0].rstrip(":")
+            raise ValueError(
+                f"{first}. X{suffix} must hold real numbers in the shape (rows, features).{remark}"
+            ) from None
+        if "could not convert" not in str(error):
+            raise
+        raise ValueError(
+            f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
+            f"public data.{remark}"
+        ) from None
+
+
+def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
+    """Refuses arrays in which one row may have decided how the numbers of all rows are written.
+
+    Datetimes are all counted in the finest unit among them, and a float32 has other digits as text.
+    """
+    dtypes = getattr(array, "dtypes", None)  # of a data frame
+    found = [getattr(array, "dtype", None)] if dtypes is None else list(dtypes)
+    kinds = {getattr(dtype, "kind", "") for dtype in found}
+    if not kinds & set("mMUS"):
+        return
+    what, advice = "text", "Encode it first, by rules that come from public data"
+    if kinds & set("mM"):
+        what, advice = "dates or durations", "Count them in a unit of your choice"
+    raise ValueError(f"{name} must hold numbers, got {what}. {advice}.{remark}")
+
+
+def _each_by_itself(y: Any) -> Any:
+    """Returns targets of several types as objects; NumPy would turn all into text if one is."""
+    if isinstance(y, list | tuple) and is_mixed(y):
+        return np.fromiter(y, object, len(y))
+    return y
+
+
+def is_mixed(values: Iterable[Any]) -> bool:
+    """Returns whether the values have more than one type."""
+    return len({type(value) for value in values}) > 1
+
+
+def refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
+    """Raises a ValueError that counts NaN and infinity, and names the columns that hold them."""
+    bad = ~np.isfinite(array)
+    if not bad.any():
+        return
+    columns = np.flatnonzero(bad.reshape(len(array), -1).any(axis=0))
+    where = "" if array.ndim == 1 else f" in columns {columns[:5].tolist()}"
+    raise ValueError(
+        f"{name} must be finite, got {int(bad.sum())} values that are NaN or infinity{where}. Drop "
+        f"or impute them row by row, by rules that come from public data.{remark}"
+    )
+
+
+def mention_other_units(
+    X: np.ndarray, y: np.ndarray | None, X_public: np.ndarray, y_public: np.ndarray
+) -> None:
+    """Warns of columns in which most private values are beyond the public range.
+
+    Scales come from public rows. If a pipeline has scaled the private rows only, or if units
+    differ, the fit still succeeds, with a poor model. Targets are compared if `y` is given.
+    """
+    found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
+    if y is not None and len(y) and set(y.dtype.kind + y_public.dtype.kind) <= set("fiu"):
+        found += ["y"] if _mostly_beyond(y, y_public) else []
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        warn(
+            f"{UNPROTECTED} most private values are beyond the range of public ones in "
+            f"{', '.join(found[:5])}{more}. Give both tables the same units: a Pipeline "
+            "transforms X, but not X_public.",
+            UnprotectedWarning,
+        )
+
+
+def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
+    """Returns in which columns more than half of the private values are beyond the public range.
+
+    Columns that are constant on public rows do not matter, because the model leaves them out.
+    """
+    low, high = public.min(axis=0), public.max(axis=0)
+    return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
+
+
+def copies(
+    x: np.ndarray, targets: np.ndarray, x_public: np.ndarray, public_targets: np.ndarray
+) -> np.ndarray:
+    """Returns a mask of the private rows that equal a public row, if equality suggests a copy.
+
+    If all public rows are distinct, few private rows equal one of them by chance: about the share
+    that one public row is of all. Otherwise the most common rows would be the ones left out, so
+    that nothing is. Public rows that are mostly private rows are refused.
+    """
+    # A target that overflowed in scaling is infinite, which PrivateData refuses.
+    private = PrivateData({"x": x, "y": np.nan_to_num(targets)})
+    public = PublicData({"x": x_public, "y": public_targets})
+    if len(np.unique(np.column_stack([x_public, public_targets]), axis=0)) < len(x_public):
+        refuse_private_rows(private, public)
+        return np.zeros(len(x), bool)
+    return excluded_rows(private, public)
+
+
+def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
+    """Returns targets as finite float64 numbers, or refuses them."""
+    try:
+        # In an array of text the numbers may have lost digits because of one row.
+        numbers = None if y.dtype.kind in "US" else y.astype(np.float64)
+    except (TypeError, ValueError):
+        numbers = None
+    if numbers is None:
+        raise ValueError(
+            f"{name} must hold numbers, got dtype {y.dtype}. Use PrivateLogisticRegression for "
+            f"classes.{remark}"
+        ) from None
+    refuse_non_finite(name, numbers, remark)
+    return numbers
+
+
+def as_counts(name: str, y: np.ndarray, remark: str) -> np.ndarray:
+    """Returns targets as numbers of at least zero, or refuses them."""
+    y = as_numbers(name, y, remark)
+    if (y < 0).any():
+        raise ValueError(
+            f"{name} must hold counts of at least 0, got {int((y < 0).sum())} negative values. "
+            f"Correct them, or use PrivateLinearRegression.{remark}"
+        )
+    return y
+
+
+def as_mask(counts: Any, rows: int) -> np.ndarray:
+    """Returns the mask of the private rows that take part, or refuses it."""
+    counts = np.asarray(counts)
+    if counts.shape != (rows,) or counts.dtype != bool:
+        raise ValueError(
+            f"counts must be {rows} booleans, one per private row, got {counts.dtype} of shape "
+            f"{counts.shape}."
+        )
+    return counts
+
+
+def as_seed(random_state: Any) -> int | None:
+    """Returns the seed of a reproducible run, or None for randomness of the operating system."""
+    if random_state is None:
+        return None
+    if isinstance(random_state, np.random.RandomState):
+        return int(random_state.randint(2**31))
+    if isinstance(random_state, np.random.Generator):
+        return int(random_state.integers(2**63))
+    if isinstance(random_state, numbers.Integral) and int(random_state) >= 0:
+        return int(random_state)
+    raise ValueError(
+        "random_state must be None, a non-negative integer or a NumPy generator, got "
+        f"{random_state!r}."
+    )
+
+
+def class_indices(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the class of each label, −1 if it is none; each label is looked up by itself.
+
+    An array has one dtype: one text among numbers makes NumPy write all of them as text, and one
+    fraction makes 1 a 1.0. If that changed the class of the other labels, one row would decide
+    over all others. A label is therefore the class that it equals, or else the class that reads as
+    the same number: 1, 1.0, True, "1" and "1.0" are one label.
+    """
+    known = {label: index for index, label in enumerate(classes.tolist())}
+    by_number = {_as_number(label): index for label, index in known.items()}
+    by_number.pop(None, None)
+
+    def find(label: Any) -> int:
+        if isinstance(label, bytes):
+            label = label.decode("latin-1")
+        return known.get(label, by_number.get(_as_number(label), -1))
+
+    labels = y.tolist()
+    found = {label: find(label) for label in set(labels)}
+    return np.fromiter(map(found.__getitem__, labels), np.intp, len(labels))
+
+
+def check_distinct(classes: np.ndarray) -> None:
+    """Refuses classes that would be the same number if the dtype of the array changed."""
+    read = map(_as_number, classes.tolist())
+    numbers = [number for number in read if number is not None]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            "classes must differ as float64 numbers where they read as numbers, got two that do "
+            "not, such as '1' and '1.0', or integers beyond 2**53. Rename them."
+        )
+
+
+def _as_number(label: Any) -> complex | None:
+    """Returns a label as a number, if it reads as one; equal numbers of any type are equal here."""
+    if label in ("True", "False"):
+        return complex(label == "True")
+    try:
+        number = complex(label)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number == number else None

@@ -1,0 +1,198 @@
+"""The plan of a fit: how rows are scaled, where the descent starts, and with which settings.
+
+In: public rows, or the bounds that the caller knows, and the noise that the budget allows. Out: a
+`Plan`. No private row is read; their number counts as public.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mirrordp._warn import warn
+from mirrordp.linear import tuning
+from mirrordp.linear.descent import Rows, gradient_norms
+from mirrordp.linear.tuning import DescentSettings, PublicObjective
+from mirrordp.mirror.families import Family
+
+# The search on public rows need not be secret, and the same rows shall give the same settings.
+_PUBLIC_SEED = 0
+# The most steps of DP-SGD without public rows.
+_MAX_COLD_STEPS = 300
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scaling:
+    """The map x ↦ u = ((x − shift) · factor, 1) B, applied to a row before its gradient is taken.
+
+    With a `row_norm_bound` R, a row x that is longer than R is first scaled down to norm R.
+    """
+
+    shift: np.ndarray
+    factor: np.ndarray
+    intercept: bool
+    row_norm_bound: float | None = None
+    basis: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, x: np.ndarray, *, intercept: bool, row_norm_bound: float | None) -> "Scaling":
+        """Takes public mean and standard deviation; an indicator is divided by its range instead.
+
+        The ridge assumes that all coefficients have about one size. Effects of categories have it
+        per indicator, whether rare or not, and not per standard deviation: divided by its tiny
+        standard deviation, a rare indicator would escape the ridge where public rows know least. A
+        column that is constant on public rows becomes zero, because they do not tell its scale.
+
+        Without an intercept nothing is shifted, since only an intercept can undo the shift.
+        """
+        x = _bounded(x, row_norm_bound)
+        shift = x.mean(axis=0) if intercept else np.zeros(x.shape[1])
+        deviation = np.sqrt(np.mean((x - shift) ** 2, axis=0))
+        low, high = x.min(axis=0), x.max(axis=0)
+        is_indicator = ((x == low) | (x == high)).all(axis=0) & (low < high)
+        scale = np.where(is_indicator, high - low, deviation)
+        constant = high - low <= 10 * np.finfo(float).eps * np.abs(x).max(axis=0)
+        if not intercept:
+            constant &= deviation == 0
+        factor = np.where(constant, 0.0, 1 / np.where(constant, 1.0, scale))
+        return cls(shift, factor, intercept, row_norm_bound)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = (_bounded(x, self.row_norm_bound) - self.shift) * self.factor
+            if self.intercept:
+                scaled = np.column_stack([scaled, np.ones(len(x))])
+            return scaled if self.basis is None else scaled @ self.basis
+
+    def original(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns coefficients (m, d) and intercepts (m,) for rows that are not scaled."""
+        if self.basis is not None:
+            theta = self.basis @ theta
+        width = len(self.factor)
+        coefficients = theta[:width] * self.factor[:, None]
+        intercepts = theta[width] if self.intercept else np.zeros(theta.shape[1])
+        return coefficients.T, intercepts - self.shift @ coefficients
+
+
+def _bounded(x: np.ndarray, row_norm_bound: float | None) -> np.ndarray:
+    if row_norm_bound is None:
+        return x
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(x, axis=1, keepdims=True)
+    return x * (row_norm_bound / np.maximum(norms, row_norm_bound))
+
+
+class Plan(NamedTuple):
+    """The parts of a fit that are fixed before a private row is read.
+
+    Attributes:
+        scaling: what is done to each row.
+        theta: Θ_0, in the coordinates of the scaled rows.
+        settings: clip norm, step count and learning rate.
+    """
+
+    scaling: Scaling
+    theta: np.ndarray
+    settings: DescentSettings
+
+
+def plan_warm(
+    family: Family,
+    x: np.ndarray,
+    targets: np.ndarray,
+    *,
+    follows_hessian: bool,
+    intercept: bool,
+    row_norm_bound: float | None,
+    num_private: int,
+    one_step_noise: float,
+    given: Mapping[str, Any],
+) -> Plan:
+    """Plans a descent that starts at the public optimum.
+
+    Args:
+        family: the family of the loss.
+        x: public features.
+        targets: public targets, shape (n_pub, m).
+        follows_hessian: whether clipping, noise and steps follow the public Hessian.
+        intercept: whether to fit an intercept.
+        row_norm_bound: R, see `Scaling`.
+        num_private: n.
+        one_step_noise: σ₁, see `tuning.choose_settings`.
+        given: those of l2_clip_norm, num_steps and learning_rate that the caller has fixed.
+    """
+    rng = np.random.default_rng(_PUBLIC_SEED)
+    scaling = Scaling.of(x, intercept=intercept, row_norm_bound=row_norm_bound)
+    rows = Rows(scaling(x), targets)
+    penalized = np.arange(rows.features.shape[1]) < x.shape[1]
+    public = PublicObjective.cross_validated(
+        family, rows, penalized=penalized.astype(float), rng=rng
+    )
+
+    def geometry(objective: PublicObjective) -> np.ndarray:
+        if follows_hessian:
+            return objective.whitening
+        # A mean curvature of one, so that learning rates mean the same as with the Hessian.
+        return np.eye(len(penalized)) / math.sqrt(np.mean(np.diag(objective.hessian)))
+
+    settings = tuning.choose_settings(
+        public, geometry, num_private=num_private, one_step_noise=one_step_noise, rng=rng, **given
+    )
+    basis = geometry(public)
+    theta = np.linalg.solve(basis, public.minimizer)
+    if "l2_clip_norm" not in given:
+        norms = gradient_norms(family, theta, Rows(rows.features @ basis, targets))
+        clip = float(np.quantile(norms, settings.l2_clip_norm))
+        # If all public residuals are zero, any clip norm will do.
+        settings = settings._replace(l2_clip_norm=clip if clip > 0 else 1.0)
+    return Plan(dataclasses.replace(scaling, basis=basis), theta, settings)
+
+
+def plan_cold(
+    family: Family,
+    width: int,
+    outputs: int,
+    *,
+    intercept: bool,
+    row_norm_bound: float | None,
+    num_private: int,
+    one_step_noise: float,
+    given: Mapping[str, Any],
+) -> Plan:
+    """Plans DP-SGD from zero, in features as they are or divided by the caller's bound.
+
+    Args:
+        family: the family of the loss.
+        width: d, the number of features.
+        outputs: m, the number of scores per row.
+        intercept: whether to fit an intercept.
+        row_norm_bound: R, see `Scaling`.
+        num_private: n.
+        one_step_noise: σ₁, see `tuning.choose_settings`.
+        given: those of l2_clip_norm, num_steps and learning_rate that the caller has fixed.
+    """
+    if row_norm_bound is None:
+        warn(
+            "without public rows and without row_norm_bound nothing is scaled, and the clip norm "
+            "is a guess. Pass X_public and y_public, or bounds that you know beforehand.",
+            UserWarning,
+        )
+    scaling = Scaling(
+        shift=np.zeros(width),
+        factor=np.full(width, 1.0 if row_norm_bound is None else 1 / row_norm_bound),
+        intercept=intercept,
+        row_norm_bound=row_norm_bound,
+    )
+    theta = np.zeros((width + intercept, outputs))
+    clip = given.get("l2_clip_norm", 1.0)
+    # With a bound, rows have norm at most √2; without one, entries are taken to be of order one.
+    smoothness = (2.0 if row_norm_bound else width + 1.0) * family.largest_curvature
+    # After T steps the noise has moved Θ by about η σ₁ C T √p / n, which should not exceed one.
+    reach = num_private / (one_step_noise * clip * math.sqrt(theta.size))
+    steps = given.get("num_steps")
+    if steps is None:
+        steps = int(np.clip(reach * smoothness, 5, _MAX_COLD_STEPS))
+    rate = given.get("learning_rate") or min(1 / smoothness, reach / steps)
+    return Plan(scaling, theta, DescentSettings(clip, steps, rate))

@@ -1,0 +1,156 @@
+"""Each kind of layer against JAX's own derivative, and how a new kind is added."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mirrordp.privacy import clipping, ghost, sums
+from mirrordp.privacy.ghost import _factors, _layers, _sum
+from mirrordp.privacy.ghost._layers import AnyOperation, Axes, Convolution, Lookup, MatrixProduct
+from mirrordp.privacy.ghost._sides import Vectors
+from mirrordp.privacy.trainable import Trainable
+from tests.ghost.test_parity import relative_error
+from tests.ghost.zoo import conv, integers, normal
+
+LAYERS = {
+    "dense": (MatrixProduct, lambda w, x: x @ w, normal(0, 4, 3), normal(1, 5, 4)),
+    "dense over positions": (
+        MatrixProduct,
+        lambda w, x: x @ w,
+        normal(0, 4, 3),
+        normal(1, 5, 6, 4),
+    ),
+    "weight on the left": (MatrixProduct, lambda w, x: w @ x, normal(0, 3, 4), normal(1, 5, 4, 6)),
+    "heads": (
+        MatrixProduct,
+        lambda w, x: jnp.einsum("hts,hsd->td", x, w),
+        normal(0, 2, 4, 3),
+        normal(1, 5, 2, 6, 4),
+    ),
+    "recurrent": (
+        MatrixProduct,
+        lambda w, x: lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(4), x)[1],
+        normal(0, 4, 4),
+        normal(1, 5, 6, 4),
+    ),
+    "stacked": (
+        MatrixProduct,
+        lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0],
+        normal(0, 3, 4, 4),
+        normal(1, 5, 4),
+    ),
+    "convolution": (
+        Convolution,
+        lambda w, x: conv(x, w, stride=2),
+        normal(0, 3, 3, 2, 4),
+        normal(1, 5, 6, 6, 2),
+    ),
+    "grouped convolution": (
+        Convolution,
+        lambda w, x: conv(x, w, groups=2, dilation=2),
+        normal(0, 3, 3, 2, 6),
+        normal(1, 5, 6, 6, 4),
+    ),
+    "lookup": (Lookup, lambda w, x: w[x], normal(0, 7, 3), integers(1, 7, 5, 6)),
+    "scale": (AnyOperation, lambda w, x: x * w, normal(0, 4), normal(1, 5, 4)),
+}
+
+
+def split_of(function, weight, batch):
+    """A loss with one weight, split; it has one layer."""
+    weight, batch = jnp.asarray(weight, jnp.float32), jnp.asarray(batch)
+    if jnp.issubdtype(batch.dtype, jnp.floating):
+        batch = batch.astype(jnp.float32)
+    loss = lambda w, x: jnp.sum(jnp.sin(function(w, x)))  # noqa: E731
+    return _sum.Split.of(loss, weight, (batch, None), Trainable.of(None))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_agrees_with_the_derivative(name):
+    kind, *problem = LAYERS[name]
+    split = split_of(*problem)
+    (layer,) = split.plan.layers
+    assert type(layer) is kind
+    factors = np.array([0.5, 0.0, 1.0, 0.25, 0.1], np.float32)
+    nothing = _factors.Roundoff(0.0, 0.0, 1, 0.0)
+
+    def per_example(layer, *arrays):
+        return jax.vmap(lambda *arrays: layer.gradients(split.leaves, *arrays)[0])(*arrays)
+
+    @jax.jit
+    def compute(rows):
+        _, (captured,), (cotangents,) = _sum._backward(split, rows, len(factors))
+        grads = [
+            per_example(one, captured, cotangents) for one in (AnyOperation(layer.site), layer)
+        ]
+        if kind is AnyOperation:
+            return grads
+        part = layer.factors(captured, cotangents[0])
+        squared, _ = _factors.gram([part], roundoff=nothing, exponent=-40)
+        halves = layer.weighted_sum(part, factors, block=2, exponent=-40)
+        total = sums.ExactSum.from_halves(split.treedef, [halves], -40, split.leaves)
+        return *grads, part, squared, layer.weight_gradient(total.floats())
+
+    wanted, found, *others = compute(split.rows)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    if others:
+        part, squared, total = others
+        positions, left, right, groups = layer.sizes
+        assert part.left.positions == part.right.positions == positions
+        assert part.right.values.shape == (len(factors), groups, positions, right)
+        assert layer.one_hot or part.left.entries == left
+        norms = np.linalg.norm(wanted.reshape(len(factors), -1), axis=1)
+        np.testing.assert_allclose(np.sqrt(squared), norms, rtol=1e-5)
+        np.testing.assert_allclose(total, np.tensordot(factors, wanted, 1), rtol=1e-4, atol=1e-5)
+
+
+class Scale(_layers.OuterProducts):
+    """x * w, entry by entry: every entry of the weight is a group of its own."""
+
+    @classmethod
+    def recognises(cls, site):
+        return site.name == "mul" and super().recognises(site)
+
+    @property
+    def axes(self):
+        return Axes(tuple(range(len(self.weight.shape))), (), ())
+
+    def factors_of(self, operand, cotangent):
+        size, rows = self.weight.size, len(operand)
+        sides = (array.reshape(rows, -1, size) for array in (operand, cotangent))
+        left, right = (Vectors(side.swapaxes(1, 2)[..., None]) for side in sides)
+        return _factors.Factors(left, right)
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+def test_a_new_kind_is_one_class(monkeypatch, capsys):
+    def loss(w, xs):
+        step = lambda h, x: (jnp.tanh(h * w["state"] + x * w["input"]), None)  # noqa: E731
+        h, _ = lax.scan(step, xs[0], xs)
+        return jnp.sum(h**2)
+
+    params = {"state": jnp.asarray(normal(0, 2, 3)), "input": jnp.asarray(normal(1, 2, 3))}
+    batch, nobody = jnp.asarray(normal(2, 5, 4, 2, 3)), jnp.zeros(5, bool)
+    assert [row.path for row in ghost.explain(loss, params, batch)] == ["explicit"] * 2
+    monkeypatch.setattr(_layers, "KINDS", (Scale, *_layers.KINDS))
+    assert [row.path for row in ghost.explain(loss, params, batch)] == ["product"] * 2
+    assert "mul" not in capsys.readouterr().out.splitlines()[-1]
+    results = [
+        jax.jit(module.clipped_grad(loss, l2_clip_norm=0.5).__call__)(params, batch, nobody)
+        for module in (ghost, clipping)
+    ]
+    assert relative_error(*results) < 1e-6
+
+
+def test_the_last_kind_recognises_every_site():
+    *others, last = _layers.KINDS
+    assert last is AnyOperation
+    (site,) = split_of(*LAYERS["dense"][1:]).program.sites
+    for change in ({"name": "lift"}, {"loops": (0,)}, {"param_positions": (0, 1)}):
+        odd = dataclasses.replace(site, **change)
+        assert type(_layers.layer_at(odd)) is last
+        assert not any(kind.recognises(odd) for kind in others)
