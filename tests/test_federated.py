@@ -426,16 +426,21 @@ class TestStep:
         assert np.linalg.norm(made[0]) == pytest.approx(4 * CLIP, rel=1e-3)
 
     def test_momentum_is_the_servers_default(self):
-        states = [state for state, _ in run(optimizer=None, steps_per_call=1, num_steps=3)]
-        first, second, third = (np.asarray(state.params) for state in states)
-        np.testing.assert_allclose(first, 1 - sums()[0] / 5, atol=1e-5)
-        # The last step follows from the gradient that the momentum 0.9 · (θ₁ − θ₂) was added to.
-        stated = optax.sgd(1.0, momentum=0.9)
-        gradient = (second - third) - 0.9 * (first - second)
-        update, _ = stated.update(gradient, states[1].opt_state, second)
-        np.testing.assert_allclose(second + update, third, atol=1e-6)
-        assert np.abs(third - (second - gradient)).max() > 0.05
-        assert federated.server_sgd(1.0, 0.9) is federated.server_sgd()
+        step = federated.FederatedStep(
+            tools.squared_distance, mechanism(), client_learning_rate=0.1
+        )
+        assert step.optimizer is federated.server_sgd()
+        optimizers = step.optimizer, optax.sgd(1.0, momentum=0.9), optax.sgd(1.0)
+        states = [optimizer.init(jnp.ones(3)) for optimizer in optimizers]
+        for gradient in rows(2):
+            taken = zip(optimizers, states, strict=True)
+            updates, states = zip(
+                *[optimizer.update(gradient, state) for optimizer, state in taken], strict=True
+            )
+            np.testing.assert_array_equal(updates[0], updates[1])
+        assert np.abs(updates[0] - updates[2]).max() > 0.05
+        first, _ = tools.last(run(optimizer=None, num_steps=1))
+        np.testing.assert_allclose(first.params, 1 - sums()[0] / 5, atol=1e-5)
 
     def test_public_users_and_public_rows(self):
         """At α = 0 the update is the public side alone; a plain table gives ∇Ψ."""
