@@ -261,7 +261,7 @@ class TestCheckpoint:
     def test_on_a_budget_it_is_admitted_and_charged_once(self, tmp_path):
         """The budget holds this sweep once: admitted as a whole again, it would be refused."""
         folder, options = tmp_path / "budget", {"data": PRIVATE}
-        with Budget.create(folder, epsilon=3.5, delta=1e-3, **options) as budget:
+        with Budget.create(folder, epsilon=1.25, delta=1e-3, **options) as budget:
             steps = sweep(INDEPENDENT, spend=budget, checkpoint=Checkpoint(tmp_path / "run"))
             next(steps)
             steps.close()
