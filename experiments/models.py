@@ -8,6 +8,7 @@ CIFAR-10, and two 2x2 stride-1 max-pools in the EMNIST network of Papernot et al
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,9 +71,11 @@ def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits) - logits[label]
 
 
-def cifar10_cnn() -> Network:
-    """Six 3x3 convolutions (32, 32, 64, 64, 128, 128), three max-pools; 550,570 parameters."""
-    widths = (32, 32, 64, 64, 128, 128)
+def cifar10_cnn(widths: Sequence[int] = (32, 32, 64, 64, 128, 128), hidden: int = 128) -> Network:
+    """Six 3x3 convolutions with three max-pools and a hidden layer; by default 550,570 parameters.
+
+    Other widths than the paper's make a smaller network for tests.
+    """
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key, 8)
@@ -80,8 +83,8 @@ def cifar10_cnn() -> Network:
         convs = [_conv_init(k, 3, a, b) for k, a, b in zip(keys[:6], inputs, widths, strict=True)]
         return {
             "convs": convs,
-            "hidden": _linear_init(keys[6], 4 * 4 * 128, 128),
-            "out": _linear_init(keys[7], 128, 10),
+            "hidden": _linear_init(keys[6], 4 * 4 * widths[-1], hidden),
+            "out": _linear_init(keys[7], hidden, 10),
         }
 
     def predict(params: Params, image: jax.Array) -> jax.Array:
@@ -96,16 +99,19 @@ def cifar10_cnn() -> Network:
     return _classifier(init, predict)
 
 
-def emnist_cnn(num_classes: int = 47) -> Network:
-    """Two convolutions (16 of 8x8, 32 of 4x4, stride 2); 27,231 parameters for 47 classes."""
+def emnist_cnn(widths: tuple[int, int] = (16, 32), hidden: int = 32) -> Network:
+    """Two convolutions (8x8 and 4x4, stride 2) and a hidden layer; by default 27,231 parameters.
+
+    Other widths than the paper's make a smaller network for tests.
+    """
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key, 4)
         return {
-            "conv1": _conv_init(keys[0], 8, 1, 16),
-            "conv2": _conv_init(keys[1], 4, 16, 32),
-            "hidden": _linear_init(keys[2], 4 * 4 * 32, 32),
-            "out": _linear_init(keys[3], 32, num_classes),
+            "conv1": _conv_init(keys[0], 8, 1, widths[0]),
+            "conv2": _conv_init(keys[1], 4, *widths),
+            "hidden": _linear_init(keys[2], 4 * 4 * widths[1], hidden),
+            "out": _linear_init(keys[3], hidden, 47),
         }
 
     def predict(params: Params, image: jax.Array) -> jax.Array:

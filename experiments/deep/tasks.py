@@ -35,16 +35,24 @@ class Task(NamedTuple):
 
 @functools.cache
 def task(dataset: str) -> Task:
-    """The task of a data set; the same object each time, so that nothing compiles twice."""
+    """Returns the task of a data set; the same object each time, so that nothing compiles twice."""
+    make = {
+        "cifar10": models.cifar10_cnn,
+        "emnist": models.emnist_cnn,
+        "wikitext2": models.lstm_language_model,
+    }
+    return with_network(dataset, make[dataset]())
+
+
+def with_network(dataset: str, network: Network) -> Task:
+    """Returns the task of a data set with a network of the data set's kind, of any size."""
     if dataset == "wikitext2":
-        network = models.lstm_language_model()
 
         def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array) -> jax.Array:
             return models.dropout_loss(params, tokens, key, rate=DROPOUT)
 
         metrics = functools.partial(_text_metrics, network)
         return Task(network, dropout_loss, metrics, network.loss)
-    network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
     changed = shift_and_mirror if dataset == "cifar10" else warp
 
     def augmented_loss(params: Params, example: Any, key: jax.Array) -> jax.Array:

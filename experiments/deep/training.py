@@ -101,8 +101,24 @@ def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
     }
 
 
+def train_step(settings: DeepSettings, found: Mechanism) -> TrainStep:
+    """Returns the training step of a run; only PDA-DPMD looks at public data."""
+    task = tasks.task(settings.dataset)
+    mixes = settings.algorithm == "pda"
+    return TrainStep(
+        task.network.loss,
+        found,
+        _sgd(),
+        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
+        public_batch_size=settings.public_batch_size if mixes else None,
+        scale_noise=settings.scale_noise,
+        noisy_clip_norm=settings.noisy_clip_norm or None,
+        average=mirrordp.ExponentialAverage(settings.average_decay),
+    )
+
+
 def alpha(settings: DeepSettings, num_private: int) -> float | Callable:
-    """α_t of the run."""
+    """Returns α_t of the run."""
     if settings.algorithm != "pda":
         return 1.0
     if settings.decay_unit == "steps":
@@ -253,17 +269,6 @@ def run_points(
     found = mechanism(settings, num_private)
     starts = [warm_starts.get(setting, data, seed) for setting, seed in points]
     num_steps = found.num_steps if max_steps is None else min(max_steps, found.num_steps)
-    mixes = settings.algorithm == "pda"
-    step = TrainStep(
-        task.network.loss,
-        found,
-        _sgd(),
-        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
-        public_batch_size=settings.public_batch_size if mixes else None,
-        scale_noise=settings.scale_noise,
-        noisy_clip_norm=settings.noisy_clip_norm or None,
-        average=mirrordp.ExponentialAverage(settings.average_decay),
-    )
     runs = [
         SweepRun(
             alpha=alpha(setting, num_private),
@@ -279,10 +284,10 @@ def run_points(
     curves = _Curves(task, parts, EVALUATION_BATCH[settings.dataset])
     curves.add(0, _stacked([start for start, _ in starts]), None)
     sweep = train_sweep(
-        step,
+        train_step(settings, found),
         starts[0][0],
         data.private,
-        data.public if mixes else None,
+        data.public if settings.algorithm == "pda" else None,
         runs=runs,
         num_steps=num_steps,
         options=TrainOptions(steps_per_call=math.ceil(num_steps / NUM_EVALUATIONS)),
