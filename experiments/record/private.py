@@ -29,7 +29,7 @@ from mirrordp.types import LossFn, Params
 
 
 def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
-    """Poisson-sampled Gaussian sums with the noise that the target ε asks for."""
+    """Makes Poisson-sampled Gaussian sums with the noise that the target ε needs."""
     return Mechanism.calibrate(
         epsilon=settings.target_epsilon,
         delta=settings.delta,
@@ -42,7 +42,7 @@ def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
 
 @functools.cache
 def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
-    """The mean loss over random views of *one* example, which is clipped as one unit of privacy."""
+    """Makes the mean loss over random views of *one* example, the unit that is clipped."""
 
     def view(key: jax.Array, image: jax.Array) -> jax.Array:
         shift_key, cut_key = jax.random.split(key)
@@ -59,7 +59,7 @@ def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
 
 
 def learning_rates(settings: PrivateSettings) -> optax.Schedule:
-    """A rise from zero in `warm_up` steps, then what `rate` says."""
+    """Returns a schedule that rises from zero in `warm_up` steps and then follows `rate`."""
     peak, rest = settings.learning_rate, max(1, settings.steps - settings.warm_up)
     match settings.rate:
         case "constant":
@@ -91,7 +91,7 @@ def train_privately(
     every: int = 50,
     deadline: float | None = None,
 ) -> tuple[dict[str, Params], dict[str, Any]]:
-    """The last iterate and averages of the iterates by name, and what was seen on the way.
+    """Trains; returns the last iterate and averages by name, and what was seen on the way.
 
     Args:
         network: to train.
