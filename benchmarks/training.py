@@ -197,9 +197,9 @@ def main() -> None:
         "--sweep-sizes", nargs="*", type=int, help="runs that train together (none: no sweeps)"
     )
     parser.add_argument(
-        "--whole-runs", type=int, metavar="STEPS", help="also time whole sweeps of so many steps"
+        "--whole-runs", type=int, metavar="STEPS", help="also time whole sweeps of this many steps"
     )
-    parser.add_argument("--examples", type=int, default=95851, help="of whole sweeps")
+    parser.add_argument("--examples", type=int, default=95851, help="rows of whole sweeps")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"

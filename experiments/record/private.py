@@ -70,7 +70,7 @@ def learning_rates(settings: PrivateSettings) -> optax.Schedule:
             after = optax.cosine_decay_schedule(peak, rest, settings.last_rate)
     if not settings.warm_up:
         return after
-    # The first step has a rate above zero, for it is paid for like the others.
+    # The first step has a rate above zero: it costs as much privacy as the others.
     rise = optax.linear_schedule(peak / settings.warm_up, peak, settings.warm_up - 1)
     return optax.join_schedules([rise, after], [settings.warm_up])
 
@@ -101,8 +101,8 @@ def train_privately(
         private: scaled images and labels.
         public: likewise; used where alpha is below 1.
         seed: makes the run reproducible.
-        on_progress: is told the step and all iterates every so many steps,
-        every: namely these.
+        on_progress: called with the step and all iterates every `every` steps.
+        every: the number of steps between two such calls.
         deadline: when to give up, by `time.monotonic`.
 
     Raises:
@@ -142,7 +142,7 @@ def train_privately(
         assert info.unprivatized is not None
         unprivatized.append([float(np.asarray(v)[-1]) for v in info.unprivatized[:2]])
         if info.step == 2:
-            begun = time.monotonic()  # what came before was mostly compilation
+            begun = time.monotonic()  # the steps before were mostly compilation
         if info.step % every == 0 or info.step == settings.steps:
             on_progress(info.step, iterates)
         if deadline is not None and time.monotonic() > deadline:

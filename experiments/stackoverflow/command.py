@@ -308,7 +308,7 @@ def run(task: Task, job: Job) -> records.Record:
     # A curve of the final runs; the others are judged at their end.
     parts = range(1, 11) if job.stage == "final" else ()
     evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
-    # Same noise and cohorts whatever the method: differences between methods are paired.
+    # All methods share noise and cohorts: differences between methods are paired.
     iterator = mirrordp.train(
         step,
         start,
@@ -557,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users-per-pass", type=at_least(1),
                         help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
-                        help="stop cleanly after about so many; call again to go on")  # fmt: skip
+                        help="stop after about this many seconds; the next call goes on")  # fmt: skip
     parser.add_argument(
         "--words", type=at_least(1), default=VOCABULARY_SIZE, help="of the vocabulary"
     )

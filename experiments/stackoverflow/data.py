@@ -29,7 +29,7 @@ VOCABULARY_SIZE = 10_000
 SEQUENCE_LENGTH = 20
 MAX_SENTENCES = 256
 NUM_PUBLIC_USERS = 100
-# The published test users have millions of sentences; a sample of so many is judged often enough.
+# The published test users have millions of sentences; a sample of this size is enough.
 MAX_EVALUATION = 100_000
 
 User = tuple[str, list[str]]
