@@ -557,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users-per-pass", type=at_least(1),
                         help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
-                        help="stop after about this many seconds; the next call goes on")  # fmt: skip
+                        help="stop after about these seconds; the next call goes on")  # fmt: skip
     parser.add_argument(
         "--words", type=at_least(1), default=VOCABULARY_SIZE, help="of the vocabulary"
     )
