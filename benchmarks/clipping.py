@@ -41,7 +41,7 @@ class Row:
 def jax_contenders(
     network: str, batch_size: int, methods: list[str]
 ) -> Iterator[Contender | tuple[str, str, str]]:
-    """JAX steps: ordinary, `jax_privacy.clipped_grad`, and ours; or (framework, method, error)."""
+    """Makes the JAX steps: ordinary, `jax_privacy.clipped_grad` and ours, or error rows."""
     import jax
     import jax.numpy as jnp
     import jax_privacy
@@ -103,7 +103,7 @@ def jax_contenders(
 def benchmark(
     network: str, batch_size: int, *, methods: list[str], peers: bool, device: str, rounds: int
 ) -> list[Row]:
-    """All rows of one network and batch size."""
+    """Measures all rows of one network and batch size."""
     contenders, rows = [], []
     found = list(jax_contenders(network, batch_size, methods))
     if peers:
@@ -137,7 +137,7 @@ def benchmark(
 
 
 def versions(device: str) -> dict[str, str]:
-    """What was measured on what."""
+    """Returns the versions and the device of a measurement."""
     import jax
     import jax_privacy
     import jaxlib
@@ -160,13 +160,13 @@ def versions(device: str) -> dict[str, str]:
 
 
 def write_json(path: Path, device: str, rows: Sequence[Any]) -> None:
-    """Measured rows with what they were measured on."""
+    """Writes measured rows, versions and device."""
     found = {"versions": versions(device), "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Formats the rows as Markdown."""
     number = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
     lines = [
         "| network | batch | framework | method | ms per step | ratio | compile s | memory MB |",
@@ -183,7 +183,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point."""
+    """Runs the benchmark as the command line says."""
     parser = argparse.ArgumentParser(prog="benchmarks.clipping", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--peers", action="store_true", help="also Opacus (needs torch)")

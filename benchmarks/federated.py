@@ -45,7 +45,7 @@ PAPER_USERS, PAPER_ROWS, PAPER_ROUNDS = 342_477, 256, 1_600
 
 
 def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int | None) -> dict:
-    """Measure a round of our training, on four times as many users as a cohort holds."""
+    """Measures a round of our training, on four times as many users as a cohort holds."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -109,7 +109,7 @@ def ours(model: str, cohort: int, rounds: int, width: int, users_per_pass: int |
 def paper_size(
     num_users: int, public_users: int, rows: int, rounds: int, users_per_pass: int | None
 ) -> dict:
-    """Rounds of the paper's StackOverflow run on made-up sentences, and what 1,600 of them take.
+    """Times rounds of the paper's StackOverflow run on made-up text, extrapolated to 1,600.
 
     Every user has as many sentences as the paper allows, so no real cohort has more to do. With
     public users this is PDA-DPMD, all of them in every round; without, DP-FedAvg.
@@ -187,7 +187,7 @@ def paper_size(
 
 
 def row_of(case: dict) -> str:
-    """One line of the table: the median of the repeats."""
+    """Formats one line of the table: the median of the repeats."""
     start = f"| {case['model']} | {case['users']} | {case['width']} | {case['method']} |"
     runs = [run for run in case["runs"] if "error" not in run]
     if not runs:

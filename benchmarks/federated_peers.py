@@ -52,7 +52,7 @@ def make(model: str, width: int) -> torch.nn.Module:
 
 
 def tensors(model: str, num_users: int):
-    """Inputs and labels by user."""
+    """Returns inputs and labels by user."""
     rows = user_rows(model, num_users)
     if model == "lstm":
         x = torch.from_numpy(rows).long()
@@ -69,7 +69,7 @@ def local_epoch(network: torch.nn.Module, x, y) -> None:
 
 
 def now() -> tuple[float, float]:
-    """Seconds of the clock, and processor seconds of this process and its children."""
+    """Returns the clock, and processor seconds of this process and its children."""
     return time.perf_counter(), tree_cpu_seconds(os.getpid())
 
 
@@ -87,7 +87,7 @@ def measure(peer: str, model: str, cohort: int, rounds: int, width: int) -> dict
 
 
 def flower(model: str, cohort: int, rounds: int, width: int) -> list[tuple[float, float]]:
-    """Times at which Flower's server began its rounds."""
+    """Returns the times at which Flower's server began its rounds."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -146,7 +146,7 @@ def flower(model: str, cohort: int, rounds: int, width: int) -> list[tuple[float
 
 
 def pfl_research(model: str, cohort: int, rounds: int, width: int) -> list[tuple[float, float]]:
-    """Times at which pfl-research finished its rounds."""
+    """Returns the times at which pfl-research finished its rounds."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging

@@ -14,7 +14,7 @@ VOCABULARY, LENGTH = 10_004, 21
 
 
 def user_rows(model: str, num_users: int):
-    """Make the rows that every method trains on: 32 examples per user."""
+    """Makes the rows that every method trains on: 32 examples per user."""
     rng = np.random.default_rng(0)
     if model == "lstm":
         return rng.integers(1, VOCABULARY, (num_users, ROWS, LENGTH)).astype(np.int32)
@@ -23,7 +23,7 @@ def user_rows(model: str, num_users: int):
 
 
 def versions() -> dict:
-    """Look up the versions of Python and of the participating packages that are installed."""
+    """Looks up the versions of Python and of the participating packages that are installed."""
     found = {"python": platform.python_version()}
     for name in ("mirrordp", "jax", "jaxlib", "numpy", "flwr", "ray", "pfl", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):

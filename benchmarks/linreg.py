@@ -26,7 +26,7 @@ NOISE_MULTIPLIER = 10.0
 def plain_numpy(
     design, row_norms, targets, start, preconditioner, learning_rate, clip_norm, noises
 ):
-    """Algorithm 1 for one grid point; returns the average of the iterates."""
+    """Runs Algorithm 1 for one grid point; returns the average of the iterates."""
     theta, total = start.copy(), np.zeros_like(start)
     for noise in noises:
         residuals = design @ theta - targets
@@ -42,7 +42,7 @@ def plain_numpy(
 
 
 def measure(dimension, rows, width, steps, backend, clock):
-    """Milliseconds per step and grid point: (plain, ours) for warm DP-SGD and for PDA-DPMD."""
+    """Returns milliseconds per step and grid point, (plain, ours), for both algorithms."""
     trial = make_trial(SparseBackend(1).decompose, dimension, 0, seed=0, num_private=rows)
     trial.extend_noise(steps)
     ridge = 0.3 * np.median(trial.eigenvalues)

@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
 
 
 def network(name: str, mode: str) -> nn.Module:
-    """The same network as `experiments.models`, in PyTorch."""
+    """Makes the same network as `experiments.models`, in PyTorch."""
     if name == "wikitext2":
         return LanguageModel(nn.LSTM if mode == "not private" else DPLSTM)
     if name == "emnist":
@@ -47,7 +47,7 @@ def network(name: str, mode: str) -> nn.Module:
 
 
 def data(name: str, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of noise in the right shape."""
+    """Makes a batch of noise in the right shape."""
     if name == "wikitext2":
         tokens = torch.randint(0, 8000, (batch_size, 36))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -58,7 +58,7 @@ def data(name: str, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def opacus_contenders(
     name: str, batch_size: int, device: str
 ) -> Iterator[Contender | tuple[str, str, str]]:
-    """Steps of plain PyTorch and of each Opacus mode, or (framework, mode, error)."""
+    """Makes steps of plain PyTorch and of each Opacus mode, or (framework, mode, error)."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     warnings.filterwarnings("ignore")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def tree_megabytes(pid: int) -> float:
-    """Add up the memory of a process and its descendants; a shared page counts once in all."""
+    """Adds up the memory of a process and its descendants; a shared page counts once in all."""
     total = 0.0
     for entry in _descendants(pid):
         # A process may end while it is looked at.
@@ -18,7 +18,7 @@ def tree_megabytes(pid: int) -> float:
 
 
 def tree_cpu_seconds(pid: int) -> float:
-    """Add up the processor time of a process and its living descendants.
+    """Adds up the processor time of a process and its living descendants.
 
     Other work on the machine distorts it less than it distorts the clock.
     """

@@ -35,7 +35,7 @@ class Row:
 
 
 def contender(name: str, function, *arguments) -> Contender:
-    """A compiled call to be timed."""
+    """Makes a compiled call to be timed."""
     compiled = jax.jit(function).lower(*arguments).compile()
     out = [compiled(*arguments)]
 
@@ -46,7 +46,7 @@ def contender(name: str, function, *arguments) -> Contender:
 
 
 def rows(batch_size: int, rounds: int, seconds_per_round: float) -> list[Row]:
-    """All parts, side by side."""
+    """Measures all parts side by side."""
     net, arrays = problem("cifar10", batch_size)
     params = net.init(jax.random.key(1))
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -89,7 +89,7 @@ def rows(batch_size: int, rounds: int, seconds_per_round: float) -> list[Row]:
 
 
 def host_milliseconds(function, repeats: int = 20) -> float:
-    """The median time of a call on the host."""
+    """Returns the median time of a call on the host."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

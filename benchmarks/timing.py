@@ -19,7 +19,7 @@ class Contender:
 
 
 def measure(contenders: list[Contender], *, rounds: int, seconds_per_round: float) -> list[float]:
-    """Milliseconds per step of each contender: the median over rounds that alternate."""
+    """Returns milliseconds per step of each contender: the median over rounds that alternate."""
     repeats = []
     for contender in contenders:
         for _ in range(2):

@@ -41,7 +41,7 @@ class Row:
 
 
 def problem(network: str, rows: int, seed: int = 0):
-    """A network and made-up rows of the right shape."""
+    """Makes a network and rows of the right shape."""
     rng = np.random.default_rng(seed)
     if network == "wikitext2":
         net = models.lstm_language_model()
@@ -53,7 +53,7 @@ def problem(network: str, rows: int, seed: int = 0):
 
 
 def parts(network: str, batch_size: int, rounds: int, seconds_per_round: float) -> list[Row]:
-    """The parts of a step, side by side."""
+    """Measures the parts of a step side by side."""
     found = mechanism(batch_size, 100 * batch_size, num_steps=100)
     capacity = found.sampling.capacity
     net, arrays = problem(network, 4 * capacity)
@@ -108,7 +108,7 @@ def parts(network: str, batch_size: int, rounds: int, seconds_per_round: float) 
 
 
 def mechanism(batch_size: int, num_examples: int, num_steps: int) -> Mechanism:
-    """A mechanism of the paper's shape."""
+    """Makes a mechanism of the paper's shape."""
     return Mechanism(
         sampling=PoissonSampling.for_batch_size(batch_size, num_examples=num_examples),
         l2_clip_norm=1.0,
@@ -118,7 +118,7 @@ def mechanism(batch_size: int, num_examples: int, num_steps: int) -> Mechanism:
 
 
 def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[int]) -> list[Row]:
-    """Whole steps inside `train` and `train_sweep`, compilation left out."""
+    """Measures whole steps inside `train` and `train_sweep`, without compilation."""
     num_examples = 20 * batch_size
     net, arrays = problem(network, num_examples)
     private, public = PrivateData(arrays), PublicData(problem(network, 2000, seed=1)[1])
@@ -136,7 +136,7 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
     options = mirrordp.TrainOptions(steps_per_call=block)
 
     def timed(steps) -> float:
-        """Milliseconds per step, the median over the blocks after the first one."""
+        """Returns milliseconds per step, the median over the blocks after the first one."""
         times = []
         state, _ = next(steps)
         jax.block_until_ready(state.params)
@@ -164,7 +164,7 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
 def whole_runs(
     network: str, batch_size: int, num_examples: int, num_steps: int, sweep_sizes: Sequence[int]
 ) -> list[Row]:
-    """Sweeps from start to end, compilation included."""
+    """Measures sweeps from start to end, compilation included."""
     net, arrays = problem(network, num_examples)
     private, params = PrivateData(arrays), net.init(jax.random.key(1))
     rows = []
@@ -197,9 +197,9 @@ def main() -> None:
         "--sweep-sizes", nargs="*", type=int, help="runs that train together (none: no sweeps)"
     )
     parser.add_argument(
-        "--whole-runs", type=int, metavar="STEPS", help="also time whole sweeps of so many steps"
+        "--whole-runs", type=int, metavar="STEPS", help="also time whole sweeps of this many steps"
     )
-    parser.add_argument("--examples", type=int, default=95851, help="of whole sweeps")
+    parser.add_argument("--examples", type=int, default=95851, help="rows of whole sweeps")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"

@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command named by the first argument and return its exit status."""
+    """Runs the command named by the first argument and returns its exit status."""
     listing = "\n".join(f"  {name:14} {summary}" for name, (_, summary) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m experiments",

@@ -12,7 +12,7 @@ except ImportError:  # Windows: two processes at once are not kept apart there.
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the operating system releases when the process ends, however it ends."""
+    """Holds a lock that the operating system releases when the process ends, however it ends."""
     with open(path, "w") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -8,6 +8,7 @@ CIFAR-10, and two 2x2 stride-1 max-pools in the EMNIST network of Papernot et al
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ class Network(NamedTuple):
 
 
 def _dense_init(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
-    """Glorot-uniform weights."""
+    """Returns Glorot-uniform weights."""
     limit = math.sqrt(6 / (fan_in + shape[-1]))
     return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
@@ -58,7 +59,7 @@ def _linear_init(key: jax.Array, inputs: int, outputs: int) -> Params:
 
 
 def _max_pool(x: jax.Array, *, stride: int) -> jax.Array:
-    """Maxima over windows of 2x2."""
+    """Returns the maxima over windows of 2x2."""
     if stride == 1:
         # Windows overlap, and what a compiler makes of the gradient is slow: neighbours instead.
         x = jnp.maximum(x[1:], x[:-1])
@@ -70,9 +71,11 @@ def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits) - logits[label]
 
 
-def cifar10_cnn() -> Network:
-    """Six 3x3 convolutions (32, 32, 64, 64, 128, 128), three max-pools; 550,570 parameters."""
-    widths = (32, 32, 64, 64, 128, 128)
+def cifar10_cnn(widths: Sequence[int] = (32, 32, 64, 64, 128, 128), hidden: int = 128) -> Network:
+    """Makes a network of six 3x3 convolutions, three max-pools and a hidden layer.
+
+    By default it is the paper's, with 550,570 parameters; tests use smaller ones.
+    """
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key, 8)
@@ -80,8 +83,8 @@ def cifar10_cnn() -> Network:
         convs = [_conv_init(k, 3, a, b) for k, a, b in zip(keys[:6], inputs, widths, strict=True)]
         return {
             "convs": convs,
-            "hidden": _linear_init(keys[6], 4 * 4 * 128, 128),
-            "out": _linear_init(keys[7], 128, 10),
+            "hidden": _linear_init(keys[6], 4 * 4 * widths[-1], hidden),
+            "out": _linear_init(keys[7], hidden, 10),
         }
 
     def predict(params: Params, image: jax.Array) -> jax.Array:
@@ -96,16 +99,19 @@ def cifar10_cnn() -> Network:
     return _classifier(init, predict)
 
 
-def emnist_cnn(num_classes: int = 47) -> Network:
-    """Two convolutions (16 of 8x8, 32 of 4x4, stride 2); 27,231 parameters for 47 classes."""
+def emnist_cnn(widths: tuple[int, int] = (16, 32), hidden: int = 32) -> Network:
+    """Makes a network of two convolutions (8x8 and 4x4, stride 2) and a hidden layer.
+
+    By default it is the paper's, with 27,231 parameters; tests use smaller ones.
+    """
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key, 4)
         return {
-            "conv1": _conv_init(keys[0], 8, 1, 16),
-            "conv2": _conv_init(keys[1], 4, 16, 32),
-            "hidden": _linear_init(keys[2], 4 * 4 * 32, 32),
-            "out": _linear_init(keys[3], 32, num_classes),
+            "conv1": _conv_init(keys[0], 8, 1, widths[0]),
+            "conv2": _conv_init(keys[1], 4, *widths),
+            "hidden": _linear_init(keys[2], 4 * 4 * widths[1], hidden),
+            "out": _linear_init(keys[3], hidden, 47),
         }
 
     def predict(params: Params, image: jax.Array) -> jax.Array:
@@ -126,7 +132,7 @@ def _classifier(init, predict) -> Network:
 
 
 def lstm_language_model(vocabulary: int = 8000, width: int = 120, layers: int = 2) -> Network:
-    """Embedding, LSTM layers of equal width, and a dense output: WikiText-2's network."""
+    """Makes WikiText-2's network: embedding, LSTM layers of equal width, dense output."""
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key, 2 + 2 * layers)
@@ -152,7 +158,7 @@ def lstm_language_model(vocabulary: int = 8000, width: int = 120, layers: int = 
 
 
 def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array, *, rate: float) -> jax.Array:
-    """The loss of `lstm_language_model` with dropout of what enters and leaves its LSTM layers."""
+    """Returns `lstm_language_model`'s loss with dropout before and after its LSTM layers."""
     keys = jax.random.split(key, 1 + len(params["cells"]))
 
     def dropped(x: jax.Array, layer: int) -> jax.Array:
@@ -163,7 +169,7 @@ def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array, *, rate: flo
 
 
 def _language_model(params: Params, tokens: jax.Array, changed=lambda x, layer: x) -> jax.Array:
-    """Logits of the word after each token; `changed` may alter what leaves each layer."""
+    """Returns the logits of the next word; `changed` may alter what leaves each layer."""
     x = changed(params["embedding"][tokens], 0)
     for number, cell in enumerate(params["cells"]):
         x = changed(_lstm(cell, x), 1 + number)
@@ -193,7 +199,7 @@ def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:
 
 
 def _fast_lstm(cell: Params, inputs: jax.Array) -> jax.Array:
-    """`_lstm` for ordinary gradients: the recurrent weights' is one matrix product after the scan.
+    """Computes `_lstm` with a faster ordinary gradient: one matrix product after the scan.
 
     Differentiated as it stands, a scan adds to the gradient of a weight at every step, which reads
     and writes a matrix of that size 20 times; with a copy of the weights for every user that is
@@ -227,7 +233,7 @@ def _from_gates_forward(gates, outputs, kept, weights):
 
 
 def _from_gates_backward(residuals, cotangents):
-    """The gradient of the gates of all steps: the LSTM's recursion, from the last step on."""
+    """Returns the gradient of all gates by the LSTM's recursion, from the last step on."""
     kept, weights = residuals
 
     def step(carry, x):
@@ -260,7 +266,9 @@ _from_gates.defvjp(_from_gates_forward, _from_gates_backward)
 def stackoverflow_lstm(
     tokens: int = 10_004, embedding: int = 96, width: int = 670, *, pad: int = 0
 ) -> Network:
-    """Embedding, LSTM, a projection back to the embedding's width, output: 4,050,748 parameters.
+    """Makes the StackOverflow network: embedding, LSTM, projection to its width, output.
+
+    By default it has the paper's 4,050,748 parameters.
 
     A row of tokens is read up to its last but one, and each position predicts the next token. The
     loss is the sum over targets that are not padding, divided by the length of the row, so that

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number that is not below `least`."""
+    """Makes a parser of whole numbers that are not below `least`."""
 
     def read(text: str) -> int:
         try:
@@ -23,7 +23,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def existing_file(text: str) -> Path:
-    """A file that is there, to be rewritten."""
+    """Parses the path of an existing file, which will be rewritten."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"expected a file that is there, got {text!r}")

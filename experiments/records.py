@@ -20,13 +20,13 @@ Record = dict[str, Any]
 
 
 def fingerprint(value: Any) -> str:
-    """Twelve hexadecimal digits that identify a JSON-serialisable value."""
+    """Returns twelve hexadecimal digits that identify a JSON-serialisable value."""
     canonical = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def append(path: Path, record: Record) -> None:
-    """Append one record as one line; a line that a crash cut short is ended first."""
+    """Appends one record as one line, and first ends a line that a crash cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record, allow_nan=False) + "\n"
     with open(path, "a+b") as file:
@@ -40,7 +40,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of `path`, with a warning for each line that is not a JSON object."""
+    """Returns the records of `path`, with a warning for each line that is not a JSON object."""
     if not path.exists():
         return []
     found = []
@@ -68,7 +68,7 @@ def _refuse(constant: str) -> None:
 
 
 def provenance(packages: Iterable[str], sources: Iterable[Path], device: str) -> Record:
-    """Say which code, which package versions and which kind of machine made a record.
+    """Returns which code, which package versions and which kind of machine made a record.
 
     Args:
         packages: distributions whose versions matter; one that is not installed is recorded as
@@ -102,7 +102,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, marked when the tree differs from it, or None without one."""
+    """Returns the commit, marked if the tree differs from it, or None without one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         result = subprocess.run(

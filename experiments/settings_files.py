@@ -14,7 +14,7 @@ class SettingsError(ValueError):
 
 
 def read(path: Path, tables: Iterable[str]) -> dict[str, Any]:
-    """Read a settings file together with the files that it extends.
+    """Reads a settings file together with the files that it extends.
 
     Args:
         path: the file.

@@ -18,7 +18,7 @@ NAMES = ("cifar10", "emnist", "wikitext2")
 
 
 def data_folder(data_root: Path | None = None) -> Path:
-    """The folder of the data: as given, else `MIRRORDP_DATA`, else `~/.cache/mirrordp`."""
+    """Returns the folder of the data: `folder`, `MIRRORDP_DATA` or `~/.cache/mirrordp`."""
     if data_root is not None:
         return Path(data_root)
     return Path(os.environ.get("MIRRORDP_DATA") or Path.home() / ".cache" / "mirrordp")
@@ -34,7 +34,7 @@ def prepare(
     vocabulary: str = "train",
     public_text: str = "split",
 ) -> Prepared:
-    """Read a data set, split its training examples and encode everything.
+    """Reads a data set, splits its training examples and encodes everything.
 
     Of n training examples ⌈public_fraction · n⌉ are public; which ones depends on the seed only.
 
@@ -79,7 +79,7 @@ def synthetic(
     num_test: int = 128,
     seed: int = 0,
 ) -> Prepared:
-    """Made-up data of the shapes and types of `prepare`, for tests.
+    """Returns made-up data of the shapes and types of `prepare`, for tests.
 
     Images are a pattern of their class plus noise and words follow Zipf's law, so that a model can
     learn something; the numbers mean nothing beyond that.

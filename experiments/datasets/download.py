@@ -107,7 +107,7 @@ WIKITEXT103 = Source(
 
 
 def require(root: Path, source: Source, paths: Iterable[Path]) -> None:
-    """Fetch `source` unless all these files are there.
+    """Fetches `source` unless all these files exist.
 
     Raises:
         DataError: it cannot be fetched. The message says which file belongs where.
@@ -128,7 +128,7 @@ def fetch(
     attempts: int = 4,
     pause: float = 0.5,
 ) -> None:
-    """Download, verify and unpack an archive; of several processes, one does it.
+    """Downloads, verifies and unpacks an archive; of several processes, one does it.
 
     Args:
         root: the folder of the data.
@@ -172,7 +172,7 @@ def _reason(error: BaseException) -> str:
 def _download(
     archive: Path, source: Source, *, timeout: float, attempts: int, pause: float
 ) -> None:
-    """Complete `archive` and check it; one that was put together from pieces gets a second chance.
+    """Completes `archive` and checks it; one that was made from pieces gets a second chance.
 
     Pieces may come from different versions of the file, so that a wrong checksum of the whole
     proves nothing about the address.
@@ -214,7 +214,7 @@ def _size(path: Path) -> int:
 
 
 def _transfer(archive: Path, source: Source, timeout: float) -> None:
-    """One connection: append what is missing, or begin anew where the server cannot resume."""
+    """Makes one connection that appends the missing part, or begins anew without resumption."""
     offset = _size(archive)
     headers = {"User-Agent": USER_AGENT} | ({"Range": f"bytes={offset}-"} if offset else {})
     request = urllib.request.Request(source.url, headers=headers)
@@ -242,7 +242,7 @@ def _transfer(archive: Path, source: Source, timeout: float) -> None:
 
 
 def _blocks(response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
-    """Whatever has arrived, piece by piece; raises TimeoutError when next to nothing does.
+    """Yields whatever has arrived; raises TimeoutError when next to nothing arrives.
 
     The timeout of the socket only sees silence. A byte now and then is no progress either.
     """
@@ -258,13 +258,13 @@ def _blocks(response: http.client.HTTPResponse, timeout: float) -> Iterator[byte
 
 
 def _progress(source: Source, offset: int, total: int | None) -> tqdm:
-    """A bar on a terminal, nothing in a log file."""
+    """Shows a bar on a terminal, and nothing in a log file."""
     options = {"unit": "B", "unit_scale": True, "desc": source.title, "disable": None}
     return tqdm(total=total, initial=offset, **options)
 
 
 def _unpack(archive: Path, source: Source, root: Path) -> None:
-    """Put each member in its place, whole or not at all; files that are there stay."""
+    """Puts each member in its place, whole or not at all; existing files stay."""
     wanted = {
         member: root / path for member, path in source.members.items() if not (root / path).exists()
     }

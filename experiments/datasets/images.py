@@ -38,7 +38,7 @@ Examples = tuple[np.ndarray, np.ndarray]
 
 
 def read_cifar10(path: Path) -> Examples:
-    """Images uint8 [n, 32, 32, 3] and labels of one binary batch.
+    """Returns the images, uint8 [n, 32, 32, 3], and labels of one binary batch.
 
     A record is one byte of label and 3,072 of pixels: the red plane, then green, then blue.
     """
@@ -54,7 +54,7 @@ def read_cifar10(path: Path) -> Examples:
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of an IDX file, compressed by gzip or plain.
+    """Returns the uint8 array of an IDX file, compressed by gzip or plain.
 
     The header is big-endian: two zero bytes, the type (8: unsigned byte), the number of dimensions,
     then each dimension as 32 bits.
@@ -83,7 +83,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def read_emnist(folder: Path, part: str) -> Examples:
-    """Images uint8 [n, 28, 28, 1], upright, and labels of EMNIST ByMerge `train` or `test`."""
+    """Returns upright images, uint8 [n, 28, 28, 1], and labels of `train` or `test`."""
     image_path = _either(folder / f"emnist-bymerge-{part}-images-idx3-ubyte")
     label_path = _either(folder / f"emnist-bymerge-{part}-labels-idx1-ubyte")
     images, labels = read_idx(image_path, 3), read_idx(label_path, 1)
@@ -98,7 +98,7 @@ def read_emnist(folder: Path, part: str) -> Examples:
 
 
 def prepare_cifar10(root: Path, **options: Any) -> Prepared:
-    """CIFAR-10: 50,000 training and 10,000 test images of 10 classes."""
+    """Prepares CIFAR-10: 50,000 training and 10,000 test images of 10 classes."""
     folder = root / CIFAR10_FOLDER
     paths = [folder / name for name in (*CIFAR10_TRAIN, CIFAR10_TEST)]
     download.require(root, download.CIFAR10, paths)
@@ -117,7 +117,7 @@ def prepare_cifar10(root: Path, **options: Any) -> Prepared:
 
 
 def prepare_emnist(root: Path, **options: Any) -> Prepared:
-    """EMNIST ByMerge: 697,932 training and 116,323 test images of 47 classes.
+    """Prepares EMNIST ByMerge: 697,932 training and 116,323 test images of 47 classes.
 
     Its files have no published checksums of their own, only their archive has; that they are whole
     is judged by the number of images.
@@ -141,7 +141,7 @@ def prepare_emnist(root: Path, **options: Any) -> Prepared:
 
 
 def scaling(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel of uint8 images, as float64 in units of 1/255."""
+    """Returns each channel's mean and standard deviation as float64, in units of 1/255."""
     mean, std = [], []
     for channel in range(images.shape[-1]):
         counts = np.bincount(images[..., channel].ravel(), minlength=256)
@@ -153,7 +153,7 @@ def scaling(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scale(images: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """(images / 255 - mean) / std as contiguous float32, with one copy in float32."""
+    """Returns (images / 255 - mean) / std as contiguous float32, with one copy in float32."""
     scaled = np.ascontiguousarray(images).astype(np.float32).reshape(len(images), -1)
     # One long row of constants: broadcasting along a last axis of three is slow.
     num_pixels = scaled.shape[1] // len(mean)
@@ -225,7 +225,7 @@ def _prepare(
 
 
 def _either(path: Path) -> Path:
-    """The plain file where there is one, else the compressed one."""
+    """Returns the plain file where there is one, else the compressed one."""
     return path if path.exists() else path.with_name(path.name + ".gz")
 
 

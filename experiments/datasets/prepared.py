@@ -47,7 +47,7 @@ class Prepared:
 def split_indices(
     count: int, *, public_fraction: float, holdout: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of private, public and held-out examples, each ascending.
+    """Returns the indices of private, public and held-out examples, each ascending.
 
     The public ones are the first ⌈public_fraction · count⌉ of a permutation that the seed alone
     decides, the held-out ones follow: asking for a holdout never changes who is public. Rounding up
@@ -68,11 +68,11 @@ def split_indices(
 
 
 def has_digest(path: Path, algorithm: str, digest: str) -> bool:
-    """Whether the file has this checksum."""
+    """Returns whether the file has this checksum."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest() == digest
 
 
 def thousands(count: int) -> str:
-    """The count as it stands in labels and messages: 99,845."""
+    """Returns the count as labels and messages show it: 99,845."""
     return f"{count:,}"

@@ -40,14 +40,14 @@ Index = collections.defaultdict[str, int]
 
 
 def new_index() -> Index:
-    """A dictionary that numbers words in the order in which they are first looked up."""
+    """Returns a dictionary that numbers words in the order in which they are first looked up."""
     return collections.defaultdict(itertools.count().__next__)
 
 
 def read_chunks(
     path: Path, index: Index, counts: collections.Counter[str] | None = None
 ) -> np.ndarray:
-    """Chunks of a file of tokens as int32 [n, 35] in the numbers of `index`, which grows.
+    """Returns chunks of a file as int32 [n, 35], in the numbers of `index`, which grows.
 
     Args:
         path: UTF-8 text, one paragraph a line, tokens separated by white space.
@@ -75,20 +75,20 @@ def read_chunks(
 
 
 def most_frequent(counts: dict[str, int]) -> list[str]:
-    """The vocabulary: `<unk>` and the most frequent other words, equally frequent ones by name."""
+    """Returns `<unk>` and the most frequent other words; equally frequent ones by name."""
     words = (word for word in counts if word != UNKNOWN)
     ordered = sorted(words, key=lambda word: (-counts[word], word))
     return [UNKNOWN, *ordered[: VOCABULARY_SIZE - 1]]
 
 
 def count_words(chunks: np.ndarray, index: Index) -> dict[str, int]:
-    """How often each word occurs in these chunks."""
+    """Returns how often each word occurs in these chunks."""
     counts = np.bincount(chunks.ravel(), minlength=len(index))
     return {word: int(counts[number]) for word, number in index.items() if counts[number]}
 
 
 def encode(chunks: np.ndarray, index: Index, vocabulary: list[str]) -> np.ndarray:
-    """Renumber words by the vocabulary; all others become 0, `<unk>`."""
+    """Renumbers words by the vocabulary; all other words become 0, `<unk>`."""
     lookup = np.zeros(len(index), np.int32)
     for position, word in enumerate(vocabulary):
         if word in index:
@@ -97,7 +97,7 @@ def encode(chunks: np.ndarray, index: Index, vocabulary: list[str]) -> np.ndarra
 
 
 def without_equal(chunks: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The chunks that equal no row of `others`, in their order."""
+    """Returns the chunks that equal no row of `others`, in their order."""
     known = {row.tobytes() for row in others}
     keep = np.fromiter((row.tobytes() not in known for row in chunks), bool, len(chunks))
     return chunks[keep]
@@ -112,7 +112,7 @@ def prepare_wikitext2(
     vocabulary: str,
     public_text: str,
 ) -> Prepared:
-    """WikiText-2, split and encoded as the paper does; see `experiments.datasets.prepare`."""
+    """Prepares WikiText-2 as the paper does; see `experiments.datasets.prepare`."""
     if holdout:
         raise ValueError(
             f"holdout must be 0 for text, got {holdout!r}: the official validation split judges "
@@ -189,7 +189,7 @@ def prepare_wikitext2(
 
 
 def _locate(root: Path, public_text: str) -> tuple[Path, Path | None]:
-    """Training text and other public text: the published file, else the stand-in, else fetched."""
+    """Finds training text and other public text: published, stand-in, or fetched."""
     has_stand_in = (root / STAND_IN_TRAIN).exists()
     train = STAND_IN_TRAIN if has_stand_in and not (root / TRAIN).exists() else TRAIN
     needed = [root / path for path in (train, VALID, TEST)]
@@ -203,7 +203,7 @@ def _locate(root: Path, public_text: str) -> tuple[Path, Path | None]:
 
 
 def _describe(root: Path, train_path: Path, other_path: Path | None) -> tuple[str, bool]:
-    """The label, and whether everything is as published."""
+    """Returns the label, and whether everything is as published."""
     parts = []
     for path, title, published in (
         (train_path, "WikiText-2 train", TRAIN),

@@ -46,7 +46,7 @@ ROWS = (
 
 
 def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Steps, mean and standard deviation over runs; None where no line has the curve.
+    """Returns steps, mean and standard deviation over runs; None where no line has the curve.
 
     Runs of one settings file have the same steps; one that was cut short is left out, and a value
     that is not finite becomes a gap.
@@ -64,7 +64,7 @@ def curve(lines: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray, n
 def chosen_sweep_line(
     lines: Sequence[Record], settings: DeepSettings, finals: Sequence[Record] = ()
 ) -> list[Record]:
-    """The sweep's run at the settings of the file, on the data of its final runs; one or none."""
+    """Returns the sweep's line at the settings of the file, on the final runs' data, or none."""
     identity = settings.identity()
     labels = {line["data"]["label"] for line in finals}
     found = [line for line in lines if line["kind"] == "sweep" and line["settings"] == identity]
@@ -72,7 +72,7 @@ def chosen_sweep_line(
 
 
 def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
-    """The lines with the most common label: one curve never mixes data."""
+    """Returns the lines with the most common label: one curve never mixes data."""
     labels = [(line["data"]["label"], line["data"]["num_private"]) for line in lines]
     if not labels:
         return []
@@ -81,7 +81,7 @@ def _of_one_data_set(lines: Sequence[Record]) -> list[Record]:
 
 
 def training_figure(lines: Sequence[Record], algorithms: dict[str, DeepSettings]) -> Figure | None:
-    """Validation and test, loss and accuracy, against steps, of one data set and noise level.
+    """Draws validation and test loss and accuracy against steps, for one noise level.
 
     Final runs of images have no validation part (all private images are trained on), so their
     validation curve is that of the sweep's run with the same settings.
@@ -149,13 +149,13 @@ def training_figure(lines: Sequence[Record], algorithms: dict[str, DeepSettings]
 
 
 def _other_starts(warm: Sequence[Record], pda: Sequence[Record]) -> str:
-    """A warning where runs of one seed, drawn side by side, did not begin at the same point."""
+    """Returns a warning if runs of one seed did not begin at the same point."""
     pairs = [(one, two) for one in warm for two in pda if one["seed"] == two["seed"]]
     return "" if all(results.same_start(*pair) for pair in pairs) else OTHER_STARTS
 
 
 def _seeds(counts: set[int]) -> str:
-    """How many seeds the algorithms of a panel have."""
+    """Returns how many seeds the algorithms of a panel have."""
     fewest, most = min(counts), max(counts)
     many = f"{fewest} to {most}" if fewest < most else f"{most}"
     return f"{many} seed{'s' * (most > 1)}"
@@ -180,7 +180,7 @@ def _draw_curves(
 
 
 def _epsilon(lines: Sequence[Record]) -> str:
-    """ε of the final runs; that of a sweep is for fewer examples."""
+    """Returns ε of the final runs; that of a sweep is for fewer examples."""
     found = {
         f", ε = {upwards(line['privacy']['epsilon_pld'])} (PLD, δ = {line['privacy']['delta']:g})"
         for line in lines
@@ -190,7 +190,7 @@ def _epsilon(lines: Sequence[Record]) -> str:
 
 
 def _title(what: str, lines: Sequence[Record]) -> str:
-    """What is drawn, and on which data where they are not the published ones."""
+    """Returns a title: what is drawn, and on which data if it is not the published data."""
     labels = sorted({line["data"]["label"] for line in lines if not line["data"]["is_complete"]})
     return "\n".join([what, *labels])
 
@@ -208,7 +208,7 @@ def _save(figure: Figure, path: Path) -> Path:
 def gain_over_warm(
     lines: Sequence[Record], pda: DeepSettings, warm: DeepSettings
 ) -> dict[float, dict[float, tuple[float, bool]]]:
-    """By learning rate and K: validation loss of warm minus PDA-DPMD's, and if both began alike."""
+    """Returns warm's validation loss minus PDA-DPMD's, by rate and K, and if both began alike."""
     baseline = {
         line["settings"]["learning_rate"]: line for line in results.sweep_lines(lines, warm)
     }
@@ -224,7 +224,7 @@ def gain_over_warm(
 def decay_figure(
     lines: Sequence[Record], pairs: Sequence[tuple[DeepSettings, DeepSettings]]
 ) -> Figure | None:
-    """The gain of PDA-DPMD over warm DP-SGD against K, one panel per pair of settings."""
+    """Draws the gain of PDA-DPMD over warm DP-SGD against K, one panel per pair of settings."""
     gains = [(pda, gain_over_warm(lines, pda, warm)) for pda, warm in pairs]
     gains = [(pda, found) for pda, found in gains if found]
     if not gains:
@@ -277,7 +277,7 @@ def decay_figure(
 def draw_all(
     lines: Sequence[Record], settings: dict[str, DeepSettings], folder: Path
 ) -> list[tuple[str, Path]]:
-    """Draw everything that lines allow; returns what each figure shows and where it is."""
+    """Draws all figures that the lines allow; returns what each shows and where it is."""
     drawn: list[tuple[str, Path]] = []
     groups: dict[tuple[str, str, str], dict[str, DeepSettings]] = {}
     pairs: dict[str, list[tuple[DeepSettings, DeepSettings]]] = {}
@@ -305,7 +305,7 @@ def draw_all(
 
 
 def links(drawn: Sequence[tuple[str, Path]], below: Path) -> str:
-    """Markdown that shows the figures in a file of the folder `below`."""
+    """Returns Markdown that shows the figures in a file of the folder `below`."""
     if not drawn:
         return "No run yet."
     return "\n\n".join(
@@ -314,7 +314,7 @@ def links(drawn: Sequence[tuple[str, Path]], below: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the figures."""
+    """Draws the figures."""
     parser = argparse.ArgumentParser(prog="python -m experiments figures", description=__doc__)
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of results")
     parser.add_argument("--out", type=Path, help="folder of the PNG files (that of the results)")

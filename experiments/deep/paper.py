@@ -88,7 +88,7 @@ ASI_LARGE_AUX = {3.0: 5.4324, 1.0: 5.5254}
 
 
 def setting_of(settings: DeepSettings) -> Setting | None:
-    """The paper's run of the same σ or, with other public text, of the same ε."""
+    """Returns the paper's run of the same σ or, with other public text, of the same ε."""
     wanted = settings.public_text == "other"
     for found in SETTINGS:
         ours = settings.target_epsilon if wanted else settings.noise_multiplier
@@ -99,7 +99,7 @@ def setting_of(settings: DeepSettings) -> Setting | None:
 
 
 def cell_of(settings: DeepSettings) -> Cell | None:
-    """The paper's numbers for settings, None where it has none."""
+    """Returns the paper's numbers for these settings, or None where it has none."""
     found = setting_of(settings)
     if found is None:
         return None

@@ -62,7 +62,7 @@ class Place:
 
     @classmethod
     def of(cls, name: str) -> "Place | None":
-        """The place of a settings file, None for a name of another form."""
+        """Returns the place of a settings file, or None for a name of another form."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -70,17 +70,17 @@ class Place:
 
 
 def file_of(folder: Path, config: str) -> Path:
-    """The result file of a configuration: one per data set."""
+    """Returns the result file of a configuration: one per data set."""
     return folder / f"{Path(config).parts[0]}.jsonl"
 
 
 def by_id(folder: Path) -> dict[str, records.Record]:
-    """All result lines by the run they belong to."""
+    """Returns all result lines by the run they belong to."""
     return {line_id(line): line for line in collect(folder, warn=True)[0]}
 
 
 def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], list[str]]:
-    """All result lines, of each run the last one, and what is wrong with those that were left out.
+    """Returns the last line of each run, and what is wrong with the lines left out.
 
     Args:
         folder: of the result files.
@@ -110,7 +110,7 @@ def collect(folder: Path, *, warn: bool = False) -> tuple[list[records.Record], 
 
 
 def _missing(line: records.Record) -> str:
-    """The first thing that a line lacks or has in another form; empty where all is well."""
+    """Returns the first thing that a line lacks or has in another form; empty if there is none."""
     return (
         _misshaped(line, _NEEDED)
         or next((f"final.{key}" for key, v in line["final"].items() if not _is_value(v)), "")
@@ -132,7 +132,7 @@ def _misshaped(values: dict[str, Any], needed: dict[str, Any]) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """A number, or null for one that is not finite."""
+    """Returns whether this is a number, or null for one that is not finite."""
     return value is None or (isinstance(value, _NUMBER) and not isinstance(value, bool))
 
 
@@ -142,13 +142,13 @@ def _is_curve(line: records.Record, key: str) -> bool:
 
 
 def configurations(folder: Path = CONFIGS) -> dict[str, DeepSettings]:
-    """All settings files by name, without those that others extend."""
+    """Returns all settings files by name, without those that others extend."""
     found = map(load, files_of([folder]))
     return {settings.name: settings for settings in found}
 
 
 def final_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
-    """Final runs of exactly these settings, by seed.
+    """Returns the final runs of exactly these settings, by seed.
 
     A line of the same file with other settings, as they were before another sweep, is not one.
     """
@@ -158,7 +158,7 @@ def final_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list
 
 
 def own_seeds(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
-    """Of final runs on one data set those that speak for a settings file: its own seeds.
+    """Returns those final runs on one data set that have the settings file's own seeds.
 
     Runs of further seeds, made to pair an ablation, would make the algorithms of one table means of
     different warm starts. All count while the file's own seeds are not complete.
@@ -168,7 +168,7 @@ def own_seeds(lines: Sequence[records.Record], settings: DeepSettings) -> list[r
 
 
 def sweep_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list[records.Record]:
-    """Sweep runs that differ from the settings in learning rate and K only, in order of both."""
+    """Returns the sweep runs that differ in learning rate and K only, in order of both."""
     wanted = _fixed(settings.identity())
     found = [
         line for line in lines if line["kind"] == "sweep" and _fixed(line["settings"]) == wanted
@@ -177,7 +177,7 @@ def sweep_lines(lines: Sequence[records.Record], settings: DeepSettings) -> list
 
 
 def same_start(line: records.Record, other: records.Record) -> bool:
-    """Whether two runs began at the same pre-trained parameters.
+    """Returns whether two runs began at the same pre-trained parameters.
 
     On a GPU the same seed does not pre-train to the same parameters in another process, and early
     stopping makes the difference larger: a comparison of such runs also compares their starts.

@@ -21,7 +21,7 @@ from mirrordp.report import upwards
 
 
 class OutOfTime(Exception):
-    """The next run would not end within the time that was given."""
+    """Raised when the next run would not end within the time that was given."""
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class Session:
         self._compiled: set[tuple[str, str]] = set()
 
     def data(self, settings: DeepSettings, kind: str) -> Loaded:
-        """The data of a sweep or of final runs; one data set is kept in memory at a time."""
+        """Returns the data of a sweep or of final runs; one data set is in memory at a time."""
         holdout = settings.holdout if kind == "sweep" else 0
         key = (settings.dataset, holdout, settings.vocabulary, settings.public_text)
         if key not in self._loaded:
@@ -63,7 +63,7 @@ class Session:
     def lines(
         self, points: Sequence[tuple[DeepSettings, int]], *, kind: str
     ) -> list[records.Record]:
-        """The result lines of points, computing those that are missing.
+        """Returns the result lines of points and computes those that are missing.
 
         What a sweep compares begins at one point: where some of its lines are missing, those that
         began at another warm start than the one at hand are made anew with them.
@@ -125,12 +125,12 @@ class Session:
         return lines
 
     def _check_time(self, seconds: float) -> None:
-        """Raises where so many seconds are not left."""
+        """Raises if fewer than these seconds are left."""
         if self.deadline is not None and time.monotonic() + seconds > self.deadline:
             raise OutOfTime
 
     def _filled(self, group, kind: str):
-        """A group of the size that the settings say, if the program for it is there already.
+        """Returns a full group if the program for groups of that size is compiled already.
 
         A smaller group would be another program to compile, which takes longer than to train the
         last run of the group once more.
@@ -144,7 +144,7 @@ class Session:
 
 
 def _groups(points: Sequence[tuple[DeepSettings, int]]) -> Iterable[list[tuple[DeepSettings, int]]]:
-    """Neighbours that train together, as many as their settings say."""
+    """Splits points into groups of neighbours that train together, as the settings say."""
     group: list[tuple[DeepSettings, int]] = []
     for settings, seed in points:
         if group and (group[0][0].name != settings.name or len(group) >= settings.together):
@@ -170,7 +170,7 @@ def _summary(line: records.Record) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `run` and `sweep` have in common."""
+    """Adds the options that `run` and `sweep` have in common."""
     parser.add_argument(
         "configs", nargs="+", type=Path, metavar="CONFIG", help="a TOML file, or a folder of them"
     )
@@ -202,7 +202,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_session(arguments: argparse.Namespace) -> Session:
-    """A session from parsed options."""
+    """Makes a session from parsed options."""
     if arguments.max_steps is not None and not arguments.synthetic:
         raise SettingsError("--max-steps is for --synthetic data: a cut run is no result.")
     if arguments.max_steps is not None and arguments.max_steps < 1:
@@ -245,7 +245,7 @@ def open_session(arguments: argparse.Namespace) -> Session:
 
 
 def _check_can_be_written(folder: Path) -> None:
-    """Raises where a line could not be kept, before hours are spent on it."""
+    """Raises if a line could not be kept, before hours are spent on it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -257,7 +257,7 @@ def _check_can_be_written(folder: Path) -> None:
 
 
 def guarded(work: Callable[[], None]) -> int:
-    """Runs a command; mistakes of the caller end in one line, not in a traceback."""
+    """Runs a command; a mistake of the caller ends in one line and not in a traceback."""
     try:
         work()
     except (SettingsError, datasets.DataError) as error:
@@ -270,7 +270,7 @@ def guarded(work: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the final runs of the given settings."""
+    """Makes the final runs of the given settings."""
     parser = argparse.ArgumentParser(prog="python -m experiments run", description=__doc__)
     add_options(parser)
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the settings")

@@ -41,7 +41,10 @@ class WarmStartSettings:
     refit: bool = True
 
     def identity(self) -> dict[str, Any]:
-        """The values that decide the start; Adam and no average go without saying, as they did."""
+        """Returns the values that decide the start.
+
+        Adam and no average are left out, as in lines from before they could be chosen.
+        """
         values = dataclasses.asdict(self)
         for name, usual in (("optimizer", "adam"), ("average_decay", 0.0)):
             if values[name] == usual:
@@ -51,7 +54,7 @@ class WarmStartSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """What a sweep tries.
+    """The values that a sweep tries.
 
     Attributes:
         learning_rates: where the search begins; it goes on along {1, 2, 5}·10^i until the best
@@ -187,7 +190,7 @@ class DeepSettings:
         )
 
     def identity(self) -> dict[str, Any]:
-        """The values that decide the numbers of one run, apart from its seed."""
+        """Returns the values that decide the numbers of one run, apart from its seed."""
         values = dataclasses.asdict(self)
         for unimportant in ("name", "seeds", "together", "about", "sweep", "holdout"):
             del values[unimportant]
@@ -203,7 +206,7 @@ TABLES = {"warm_start": WarmStartSettings, "sweep": SweepSettings}
 
 
 def files_of(paths: Iterable[Path]) -> list[Path]:
-    """Settings files; a folder stands for all files below it but those that they extend."""
+    """Returns settings files; a folder stands for all files below it except base files."""
     found = []
     for path in paths:
         if path.is_dir():
@@ -217,7 +220,7 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
 
 
 def load(path: Path) -> DeepSettings:
-    """Read a settings file; what it does not say comes from the one it extends."""
+    """Reads a settings file; the file that it extends provides the other values."""
     path = Path(path)
     values = settings_files.read(path, TABLES)
     try:
@@ -233,7 +236,7 @@ def load(path: Path) -> DeepSettings:
 
 
 def set_values(path: Path, **values: float) -> None:
-    """Write numbers into a settings file, in place of the ones that are there."""
+    """Replaces numbers in a settings file."""
     text = path.read_text()
     for key, value in values.items():
         text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value:g}", text)
@@ -248,7 +251,7 @@ def point_id(settings: DeepSettings, *, kind: str, seed: int, num_private: int, 
 
 
 def line_id(line: records.Record) -> str:
-    """The `point_id` of the run that made a result line."""
+    """Returns the `point_id` of the run that made a result line."""
     return _id(
         line["settings"],
         kind=line["kind"],
@@ -287,7 +290,7 @@ def _make(kind: type, name: str, values: dict[str, Any]) -> Any:
 
 
 def _as(expected: Any, value: Any) -> Any:
-    """The value in the type of its field; whole numbers will do for others."""
+    """Converts the value to the type of its field; a whole number is accepted as a float."""
     if isinstance(expected, types.UnionType):
         expected = next(kind for kind in typing.get_args(expected) if kind is not types.NoneType)
     if typing.get_origin(expected) is tuple:

@@ -30,7 +30,7 @@ _MAX_WIDENINGS = 12
 
 
 def neighbour(learning_rate: float, direction: int) -> float:
-    """The next rate up (+1) or down (−1) along {1, 2, 5}·10^i.
+    """Returns the next rate up (+1) or down (−1) along {1, 2, 5}·10^i.
 
     >>> [neighbour(rate, 1) for rate in (0.1, 0.2, 0.5)], neighbour(1.0, -1)
     ([0.2, 0.5, 1.0], 0.5)
@@ -47,20 +47,20 @@ def neighbour(learning_rate: float, direction: int) -> float:
 
 
 def loss(line: records.Record) -> float:
-    """The validation loss; a run that diverged is worse than any other."""
+    """Returns the validation loss; a run that diverged is worse than any other."""
     value = line["final"].get("average_validation_loss")
     return math.inf if value is None else value
 
 
 def score_of_rate(line: records.Record) -> float:
-    """What the learning rate is to make small: errors on images, the loss on text."""
+    """Returns what the learning rate shall minimise: errors on images, the loss on text."""
     if line["settings"]["dataset"] == "wikitext2" or math.isinf(loss(line)):
         return loss(line)
     return -line["final"]["average_validation_accuracy"]
 
 
 def search_rate(settings: DeepSettings, session: Session) -> float:
-    """The best learning rate, with its neighbours tried."""
+    """Returns the best learning rate, after trying its neighbours."""
     if not settings.sweep.learning_rates:
         raise SettingsError(f"{settings.name}: [sweep] learning_rates is empty.")
     rates = sorted(settings.sweep.learning_rates)
@@ -79,7 +79,7 @@ def search_rate(settings: DeepSettings, session: Session) -> float:
 
 
 def search_decay(settings: DeepSettings, session: Session, rate: float) -> tuple[float, float]:
-    """The best K at `rate`, then the best of the neighbouring rates at that K."""
+    """Returns the best K at `rate`, and the best of the neighbouring rates at that K."""
     if not settings.sweep.decays:
         raise SettingsError(f"{settings.name}: [sweep] decays is empty.")
     seed = settings.sweep.seed
@@ -98,7 +98,7 @@ def search_decay(settings: DeepSettings, session: Session, rate: float) -> tuple
 
 
 def sweep_of(settings: DeepSettings, session: Session) -> dict[str, float]:
-    """Search the settings of one file; returns what was chosen."""
+    """Searches the settings of one file; returns the chosen values."""
     if settings.algorithm != "pda":
         return {"learning_rate": search_rate(settings, session)}
     if settings.sweep.rate_from is None:
@@ -109,7 +109,7 @@ def sweep_of(settings: DeepSettings, session: Session) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sweep the given settings."""
+    """Sweeps the given settings."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments sweep",
         description=__doc__,

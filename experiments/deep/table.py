@@ -43,7 +43,7 @@ class Found:
     def places(
         self, *, family: str = "", variants: bool = False
     ) -> list[tuple[Place, DeepSettings]]:
-        """Settings of a family in the order of the tables: data set, noise, algorithm."""
+        """Returns the settings of a family in the order of the tables: data, noise, algorithm."""
         found = [
             (place, settings)
             for name, settings in self.settings.items()
@@ -54,28 +54,28 @@ class Found:
         return sorted(found, key=lambda item: order(item[0]))
 
     def final(self, settings: DeepSettings) -> list[Record]:
-        """The final runs of settings, of all seeds."""
+        """Returns the final runs of these settings, of all seeds."""
         return results.final_lines(self.lines, settings)
 
     def rows(self, settings: DeepSettings) -> list[list[Record]]:
-        """The final runs behind each row of settings, one row per data; one empty row for none."""
+        """Returns the final runs behind each row, one row per data set; one empty row for none."""
         return [results.own_seeds(lines, settings) for lines in _by_data(self.final(settings))]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation (n − 1) over seeds; None for the latter with one seed."""
+    """Returns mean and standard deviation (n − 1) over seeds; None for the latter of one seed."""
     spread = statistics.stdev(values) if len(values) > 1 else None
     return statistics.fmean(values), spread
 
 
 def over_seeds(values: Sequence[float | None], digits: int, *, sign: str = "") -> str:
-    """`mean ± std`; says so where there is no run, or where one diverged."""
+    """Formats `mean ± std`; says so if there is no run or if one diverged."""
     if not values:
         return MISSING
     finite = [value for value in values if value is not None]
@@ -93,7 +93,7 @@ def _metric(lines: Sequence[Record], name: str) -> str:
 
 
 def _by_data(lines: Sequence[Record]) -> list[list[Record]]:
-    """Lines of one label each: runs on other data are never averaged; one empty list for none."""
+    """Groups lines by label, so that no mean mixes data; without lines, one empty list."""
     groups: dict[Any, list[Record]] = {}
     for line in lines:
         data = line["data"]
@@ -102,7 +102,7 @@ def _by_data(lines: Sequence[Record]) -> list[list[Record]]:
 
 
 def _ours(lines: Sequence[Record], settings: DeepSettings) -> list[str]:
-    """The cells under `OURS`: everything in them belongs to our own run."""
+    """Returns the cells under `OURS`, all of which belong to our own run."""
     metrics = [
         _metric(lines, f"{iterate}_test_{name}")
         for iterate in ("last", "average")
@@ -153,7 +153,7 @@ def _cell(cell: paper.Cell | None) -> str:
 
 
 def table2(found: Found) -> str:
-    """Every cell of the paper's Table 2 beside ours."""
+    """Tabulates every cell of the paper's Table 2 beside ours."""
     used: list[Record] = []
     parts = [
         "Accuracy in percent on the test split, mean ± standard deviation over seeds. The paper "
@@ -183,7 +183,7 @@ def table2(found: Found) -> str:
 
 
 def _what_epsilon_means(lines: Sequence[Record]) -> list[str]:
-    """What design rule 10 asks for beside an ε, and what the guarantee does not cover."""
+    """States the terms that belong to an ε, and what the guarantee does not cover."""
     if not lines:
         return []
     meanings = {(line["privacy"].get("adjacency"), line["privacy"].get("unit")) for line in lines}
@@ -199,7 +199,7 @@ def _what_epsilon_means(lines: Sequence[Record]) -> list[str]:
 
 
 def gains(found: Found) -> str:
-    """Whether PDA-DPMD is below warm and warm below cold, by differences of the same seeds."""
+    """Shows by paired seeds whether PDA-DPMD is below warm, and warm below cold."""
     rows = []
     for family in ("", "public-vocabulary", "other-text"):
         places = found.places(family=family)
@@ -249,19 +249,19 @@ def _gain_rows(
 
 
 def _pairs(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Runs of two settings with the same seed and data."""
+    """Returns pairs of runs of two settings with the same seed and data."""
     by_key = {_run_key(line): line for line in first}
     return [(by_key[key], line) for line in second if (key := _run_key(line)) in by_key]
 
 
 def _differences(pairs: Sequence[tuple[Record, Record]], metric: str) -> list[float | None]:
-    """First minus second; None where one of them diverged."""
+    """Returns first minus second, or None if one of them diverged."""
     values = [[line["final"].get(metric) for line in pair] for pair in pairs]
     return [None if None in pair else pair[0] - pair[1] for pair in values]
 
 
 def _starts(pairs: Sequence[tuple[Record, Record]]) -> str:
-    """In how many pairs both runs began at the same warm start; nothing to say about cold ones."""
+    """Says in how many pairs both runs began at the same warm start; nothing for cold."""
     if not pairs or pairs[0][0]["settings"]["algorithm"] == "cold":
         return NONE
     same = sum(results.same_start(*pair) for pair in pairs)
@@ -275,7 +275,7 @@ def _run_key(line: Record) -> tuple:
 def _further(
     found: Found, chosen: Iterable[tuple[Place, DeepSettings]], **columns: Callable[..., str]
 ) -> str:
-    """Rows of ours with further columns before them, and what their ε means."""
+    """Returns our rows with further columns before them, and what their ε means."""
     rows = []
     used: list[Record] = []
     for _, settings in chosen:
@@ -291,7 +291,7 @@ def _further(
 
 
 def calibrated(found: Found) -> str:
-    """Runs whose σ follows from ε."""
+    """Tabulates the runs whose σ follows from ε."""
     chosen = [item for item in found.places() if item[1].target_epsilon is not None]
     return (
         "σ is calibrated so that our run, on the examples we have, has the ε named in the first "
@@ -305,7 +305,7 @@ def _sigma(settings: DeepSettings, lines: Sequence[Record]) -> str:
 
 
 def reading_of_k(found: Found) -> str:
-    """K in epochs against K in steps."""
+    """Compares K in epochs with K in steps."""
     chosen = [
         item
         for item in found.places() + found.places(variants=True)
@@ -332,7 +332,7 @@ def reading_of_k(found: Found) -> str:
 
 
 def ablations(found: Found) -> str:
-    """Runs that differ from the table's in one setting."""
+    """Tabulates the runs that differ from the table's in one setting."""
     variants = [item for item in found.places(variants=True) if item[0].variant != "steps"]
     bases = {dataclasses.replace(place, variant="") for place, _ in variants}
     chosen = [item for item in found.places() if item[0] in bases] + variants
@@ -369,12 +369,12 @@ def ablations(found: Found) -> str:
 
 
 def _same_warm_start(one: DeepSettings, two: DeepSettings) -> bool:
-    """Whether settings pre-train alike."""
+    """Returns whether two settings pre-train alike."""
     return (one.warm_start, one.augment_public) == (two.warm_start, two.augment_public)
 
 
 def _difference(base: DeepSettings, other: DeepSettings) -> str:
-    """In words, where two settings differ apart from what was searched."""
+    """Says in words where two settings differ, apart from the searched values."""
     one, two = base.identity(), other.identity()
     as_it_is = (
         "no dropout on public text"
@@ -402,7 +402,7 @@ def _difference(base: DeepSettings, other: DeepSettings) -> str:
 
 
 def public_vocabulary(found: Found) -> str:
-    """WikiText-2 with a vocabulary that is covered by the guarantee; no number of the paper."""
+    """Tabulates WikiText-2 with a vocabulary that is covered, which the paper does not report."""
 
     def unknown(settings: DeepSettings, lines: Sequence[Record]) -> str:
         rate = lines[0]["data"].get("unknown_rate", {}).get("test") if lines else None
@@ -418,7 +418,7 @@ def public_vocabulary(found: Found) -> str:
 
 
 def other_text(found: Found) -> str:
-    """WikiText-2 with other public text, beside the paper's and Asi et al.'s quoted values."""
+    """Tabulates WikiText-2 with other public text beside the paper's and Asi et al.'s values."""
     rows = []
     used: list[Record] = []
     for place, settings in found.places(family="other-text"):
@@ -489,7 +489,7 @@ def _symbol(name: str) -> str:
 
 
 def searched(found: Found) -> str:
-    """What each sweep tried."""
+    """Lists what each sweep tried."""
     rows, untouched = [], []
     for name, settings in found.settings.items():
         lines = results.sweep_lines(found.lines, settings)
@@ -535,7 +535,7 @@ def _tried(line: Record, settings: DeepSettings) -> str:
 
 
 def cost(found: Found) -> str:
-    """Seconds per run and in all, by machine."""
+    """Tabulates seconds per run and in all, by machine."""
     main = {
         id(line): place.dataset
         for place, settings in found.places()
@@ -595,7 +595,7 @@ def cost(found: Found) -> str:
 
 
 def unusable(found: Found, problems: Sequence[str]) -> str:
-    """Damaged lines, and lines that no table shows."""
+    """Lists damaged lines, and lines that no table shows."""
     notes = list(problems)
     shown = {id(line) for s in found.settings.values() for line in found.final(s)}
     shown |= {
@@ -621,7 +621,7 @@ def unusable(found: Found, problems: Sequence[str]) -> str:
 def blocks(
     lines: Sequence[Record], settings: dict[str, DeepSettings], problems: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
-    """Title and Markdown of every table, by the name in its markers."""
+    """Returns title and Markdown of every table, by the name in its markers."""
     found = Found(lines, settings)
     return {
         "table2": ("The paper's Table 2 beside ours", table2(found)),
@@ -641,7 +641,7 @@ def blocks(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, or refresh them in the README."""
+    """Prints the tables, or refreshes them in the README."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments table",
         description=__doc__,

@@ -35,16 +35,24 @@ class Task(NamedTuple):
 
 @functools.cache
 def task(dataset: str) -> Task:
-    """The task of a data set; the same object each time, so that nothing compiles twice."""
+    """Returns the task of a data set; the same object each time, so that nothing compiles twice."""
+    make = {
+        "cifar10": models.cifar10_cnn,
+        "emnist": models.emnist_cnn,
+        "wikitext2": models.lstm_language_model,
+    }
+    return with_network(dataset, make[dataset]())
+
+
+def with_network(dataset: str, network: Network) -> Task:
+    """Returns the task of a data set with a network of the data set's kind, of any size."""
     if dataset == "wikitext2":
-        network = models.lstm_language_model()
 
         def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array) -> jax.Array:
             return models.dropout_loss(params, tokens, key, rate=DROPOUT)
 
         metrics = functools.partial(_text_metrics, network)
         return Task(network, dropout_loss, metrics, network.loss)
-    network = models.cifar10_cnn() if dataset == "cifar10" else models.emnist_cnn()
     changed = shift_and_mirror if dataset == "cifar10" else warp
 
     def augmented_loss(params: Params, example: Any, key: jax.Array) -> jax.Array:
@@ -56,7 +64,7 @@ def task(dataset: str) -> Task:
 
 
 def shift_and_mirror(image: jax.Array, key: jax.Array, *, margin: int = 4) -> jax.Array:
-    """Shift an image by up to `margin` pixels, edges repeated, and mirror half of them."""
+    """Shifts an image by up to `margin` pixels, edges repeated, and mirrors half of them."""
     shift_key, flip_key = jax.random.split(key)
     padded = jnp.pad(image, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
     row, column = jax.random.randint(shift_key, (2,), 0, 2 * margin + 1)
@@ -65,7 +73,7 @@ def shift_and_mirror(image: jax.Array, key: jax.Array, *, margin: int = 4) -> ja
 
 
 def warp(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Turn a letter by up to 12 degrees, scale and shear by up to 10%, shift by up to 2 pixels.
+    """Turns a letter by up to 12 degrees, scales and shears it by 10%, shifts it by 2 pixels.
 
     Letters must not be mirrored. Every pixel of the result is interpolated at A(x − c) + c + shift.
     """
@@ -102,7 +110,7 @@ def _text_metrics(network: Network, params: Params, tokens: jax.Array) -> dict[s
 
 
 def evaluate(task_: Task, params: Params, examples: Any, *, batch_size: int) -> dict[str, Any]:
-    """Metrics of stacked parameters (one row per run) over all examples, as arrays per run.
+    """Returns the metrics of stacked parameters (one row per run) over all examples.
 
     Args:
         task_: whose metrics.

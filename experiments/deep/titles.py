@@ -17,7 +17,7 @@ def order(place: Place) -> tuple:
 
 
 def title_of(settings: DeepSettings) -> str:
-    """Data set and noise of settings, in words that quote no ε of the paper."""
+    """Returns data set and noise of settings, in words that quote no ε of the paper."""
     parts = [DATASETS.get(settings.dataset, settings.dataset)]
     if settings.vocabulary == "public":
         parts.append("public vocabulary")

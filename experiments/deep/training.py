@@ -42,7 +42,7 @@ PACKAGES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """A data set as training needs it, made once for many runs."""
+    """A data set in the form that training needs, made once for many runs."""
 
     prepared: Prepared
     private: PrivateData
@@ -52,7 +52,7 @@ class Loaded:
 
     @classmethod
     def of(cls, prepared: Prepared) -> "Loaded":
-        """Put what is evaluated on the device."""
+        """Puts the examples that are evaluated on the device."""
         return cls(
             prepared,
             PrivateData(prepared.private),
@@ -63,7 +63,7 @@ class Loaded:
 
 
 def mechanism(settings: DeepSettings, num_private: int) -> Mechanism:
-    """The mechanism of a run: Poisson batches, zero-out adjacency (n is public)."""
+    """Returns the mechanism of a run: Poisson batches, zero-out adjacency (n is public)."""
     sampling = PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private)
     num_steps = int(num_private * settings.epochs / settings.batch_size)
     common = {
@@ -83,7 +83,7 @@ def _calibrated(epsilon: float, delta: float, common: tuple) -> Mechanism:
 
 @functools.cache
 def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
-    """ε at δ by both accountants, and what it speaks of."""
+    """Returns ε at δ by both accountants, and the terms that it is stated in."""
     by = {
         accountant: dataclasses.replace(found, accountant=accountant).epsilon(delta)
         for accountant in (Accountant.RDP, Accountant.PLD)
@@ -101,8 +101,24 @@ def privacy(found: Mechanism, delta: float) -> dict[str, Any]:
     }
 
 
+def train_step(settings: DeepSettings, found: Mechanism) -> TrainStep:
+    """Returns the training step of a run; only PDA-DPMD looks at public data."""
+    task = tasks.task(settings.dataset)
+    mixes = settings.algorithm == "pda"
+    return TrainStep(
+        task.network.loss,
+        found,
+        _sgd(),
+        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
+        public_batch_size=settings.public_batch_size if mixes else None,
+        scale_noise=settings.scale_noise,
+        noisy_clip_norm=settings.noisy_clip_norm or None,
+        average=mirrordp.ExponentialAverage(settings.average_decay),
+    )
+
+
 def alpha(settings: DeepSettings, num_private: int) -> float | Callable:
-    """α_t of the run."""
+    """Returns α_t of the run."""
     if settings.algorithm != "pda":
         return 1.0
     if settings.decay_unit == "steps":
@@ -128,7 +144,7 @@ class WarmStarts:
         self._found: dict[Any, tuple[Params, dict[str, Any]]] = {}
 
     def get(self, settings: DeepSettings, data: Loaded, seed: int) -> tuple[Params, dict[str, Any]]:
-        """The start of a run, and what is worth knowing about it."""
+        """Returns the starting parameters of a run, and facts about them."""
         network = tasks.task(settings.dataset).network
         cold = network.init(jax.random.key(seed))
         if settings.algorithm == "cold":
@@ -147,7 +163,7 @@ class WarmStarts:
 
     @contextlib.contextmanager
     def _only_one(self, key: str) -> Iterator[None]:
-        """One process pre-trains, others that want the same start wait for its file."""
+        """Lets one process pre-train; others that want the same start wait for its file."""
         if self._folder is None:
             yield
             return
@@ -201,7 +217,7 @@ def _warm_start(settings: DeepSettings, data: Loaded, cold: Params, seed: int):
 
 
 def _digest(params: Params) -> str:
-    """Twelve hexadecimal digits that tell whether two runs began at the same point."""
+    """Returns twelve hexadecimal digits that tell whether two runs began at the same point."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         digest.update(np.asarray(leaf).tobytes())
@@ -230,7 +246,7 @@ def run_points(
     max_steps: int | None = None,
     shared: bool = False,
 ) -> list[records.Record]:
-    """Train settings with seeds in one compiled call, and return one result line for each.
+    """Trains settings with seeds in one compiled call, and returns one result line for each.
 
     The settings may differ in learning rate and K only. A sweep (`kind="sweep"`) is judged by the
     validation part; the test part is looked at by final runs alone.
@@ -253,17 +269,6 @@ def run_points(
     found = mechanism(settings, num_private)
     starts = [warm_starts.get(setting, data, seed) for setting, seed in points]
     num_steps = found.num_steps if max_steps is None else min(max_steps, found.num_steps)
-    mixes = settings.algorithm == "pda"
-    step = TrainStep(
-        task.network.loss,
-        found,
-        _sgd(),
-        public_loss_fn=task.augmented_loss if mixes and settings.augment_public else None,
-        public_batch_size=settings.public_batch_size if mixes else None,
-        scale_noise=settings.scale_noise,
-        noisy_clip_norm=settings.noisy_clip_norm or None,
-        average=mirrordp.ExponentialAverage(settings.average_decay),
-    )
     runs = [
         SweepRun(
             alpha=alpha(setting, num_private),
@@ -279,10 +284,10 @@ def run_points(
     curves = _Curves(task, parts, EVALUATION_BATCH[settings.dataset])
     curves.add(0, _stacked([start for start, _ in starts]), None)
     sweep = train_sweep(
-        step,
+        train_step(settings, found),
         starts[0][0],
         data.private,
-        data.public if mixes else None,
+        data.public if settings.algorithm == "pda" else None,
         runs=runs,
         num_steps=num_steps,
         options=TrainOptions(steps_per_call=math.ceil(num_steps / NUM_EVALUATIONS)),
@@ -322,7 +327,7 @@ def run_points(
 
 
 def _shown_facts(prepared: Prepared) -> dict[str, Any]:
-    """What is not covered, and unknown words in text; the private rate stays with the operator."""
+    """Returns what is not covered, and unknown words; the private rate is not shown."""
     notes = prepared.facts.get("not_covered", [])
     rates = prepared.facts.get("unknown_rate", {})
     shown = {part: rate for part, rate in rates.items() if part != "private"}
@@ -352,7 +357,7 @@ class _Curves:
         self._values: list[dict[str, np.ndarray]] = []
 
     def add(self, step: int, last: Params, average: Params | None) -> None:
-        """Evaluate both; before the first step they are the same."""
+        """Evaluates both iterates; before the first step they are the same."""
         found = {}
         for iterate, params in (("last", last), ("average", average)):
             if params is None:
@@ -366,14 +371,14 @@ class _Curves:
         self._values.append(found)
 
     def of_run(self, number: int) -> dict[str, list]:
-        """The curves of one run; a value that is not finite is null."""
+        """Returns the curves of one run; a value that is not finite is null."""
         names = self._values[0]
         return {"step": self._steps} | {
             name: [_number(values[name][number]) for values in self._values] for name in names
         }
 
     def last_of_run(self, number: int) -> dict[str, float | None]:
-        """The values after the last step."""
+        """Returns the values after the last step."""
         return {name: _number(value[number]) for name, value in self._values[-1].items()}
 
 
@@ -383,7 +388,7 @@ def _number(value: Any) -> float | None:
 
 @functools.cache
 def made_by(shared: bool = False) -> records.Record:
-    """Code, versions and machine."""
+    """Returns the versions of the code and the packages, and the machine."""
     root = Path(__file__).parents[2]
     patterns = (
         "mirrordp/**/*.py",

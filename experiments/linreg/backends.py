@@ -21,7 +21,7 @@ from mirrordp.privacy import accounting
 
 @cache
 def noise_multiplier(epsilon: float, delta: float, num_steps: int) -> float:
-    """Noise standard deviation relative to the clip norm for `num_steps` full-batch releases.
+    """Returns the noise over the clip norm for `num_steps` full-batch releases.
 
     The composition of T Gaussian mechanisms with multiplier σ is one with σ/√T, so σ = σ₁ √T with
     σ₁ the exact calibration of a single release (sensitivity C: add/remove or zero-out adjacency).
@@ -37,7 +37,7 @@ def noise_multiplier(epsilon: float, delta: float, num_steps: int) -> float:
 
 
 def clip_residuals(residuals: Any, row_norms: Any, clip_norms: Any) -> Any:
-    """Clip per-example gradients of many linear models in closed form.
+    """Clips per-example gradients of many linear models in closed form.
 
     The gradient of example i is r_i x_i with norm |r_i| ‖x_i‖, so scaling it to norm at most C is
     scaling r_i by min(1, C / (|r_i| ‖x_i‖)), that is, clipping r_i to ±C/‖x_i‖.
@@ -52,7 +52,7 @@ def clip_residuals(residuals: Any, row_norms: Any, clip_norms: Any) -> Any:
 
 
 def mirror_scaling(eigenvalues: np.ndarray, ridge: float) -> np.ndarray:
-    """Eigenvalues of P = (λ_min + ρ)(H + ρI)⁻¹: the inverse of the ridged Hessian, largest is 1."""
+    """Returns the eigenvalues of P = (λ_min + ρ)(H + ρI)⁻¹, of which the largest is 1."""
     return (eigenvalues[0] + ridge) / (eigenvalues + ridge)
 
 
@@ -81,7 +81,7 @@ class Iterates(NamedTuple):
 
 
 def zero_below_rounding(eigenvalues: np.ndarray) -> np.ndarray:
-    """Set the eigenvalues that cannot be told from zero in float64 to exactly zero."""
+    """Sets the eigenvalues that cannot be told from zero in float64 to exactly zero."""
     threshold = len(eigenvalues) * np.finfo(np.float64).eps * eigenvalues[-1]
     return np.where(eigenvalues > threshold, eigenvalues, 0.0)
 
@@ -93,17 +93,17 @@ class Backend(Protocol):
     workers: int
 
     def decompose(self, design: scipy.sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-        """Eigenvalues (ascending) and eigenvectors of XᵀX / rows, in float64."""
+        """Returns eigenvalues (ascending) and eigenvectors of XᵀX / rows, in float64."""
         ...
 
     def run(
         self, trial: Trial, columns: Columns, num_steps: int, noise_multiplier: float
     ) -> Iterates:
-        """Run all columns for `num_steps` steps."""
+        """Runs all columns for `num_steps` steps."""
         ...
 
     def release(self) -> None:
-        """Forget what is held of the trials seen so far."""
+        """Releases the memory that holds the trials seen so far."""
         ...
 
 
@@ -232,7 +232,7 @@ class JaxBackend:
 
 
 def _padded_width(count: int) -> int:
-    """The smallest of 0, 8, 32, 128, ... that is not below `count`."""
+    """Returns the smallest of 0, 8, 32, 128, ... that is not below `count`."""
     width = 8 if count else 0
     while width < count:
         width *= 4
@@ -258,7 +258,7 @@ def _advance(
     noise: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Take `count` steps with the first rows of `noise`; return θ and the sum of iterates."""
+    """Takes `count` steps with the first rows of `noise`; returns θ and the sum of iterates."""
     num_examples = design.shape[0]
     first_mirror = theta.shape[1] - scaling.shape[1]
     noise_scales = noise_multiplier * clip_norms / num_examples

@@ -55,11 +55,11 @@ class LinregSettings:
     num_private: int = 10_000
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as plain JSON values; the record's key is their fingerprint."""
+        """Returns the settings as plain JSON values; the record's key is their fingerprint."""
         return dataclasses.asdict(self)
 
     def starts(self) -> list[Point]:
-        """The points of the starting grid."""
+        """Returns the points of the starting grid."""
         return [
             Point(algorithm, *indices)
             for algorithm, axes in self.start.items()
@@ -68,7 +68,7 @@ class LinregSettings:
 
 
 def full_settings(*, num_trials: int = 20, seed: int = 0) -> LinregSettings:
-    """The figure: axes in steps of √2 (travel, clip norm), 2 (steps) and √10 (ridge)."""
+    """Returns the figure's settings: axes in steps of √2 (travel, clip), 2 (steps), √10 (ridge)."""
     wide = {
         "travel": tuple(range(-16, 3, 2)),
         "clip_norm": (-1, 1, 3, 5),
@@ -83,7 +83,7 @@ def full_settings(*, num_trials: int = 20, seed: int = 0) -> LinregSettings:
 
 
 def quick_settings(*, num_trials: int = 5, seed: int = 0) -> LinregSettings:
-    """Under a minute on two cores: at most 144 steps, a start near the optimum, one widening."""
+    """Returns settings of under a minute on two cores: at most 144 steps, one widening."""
     return LinregSettings(
         num_trials,
         seed,
@@ -106,7 +106,7 @@ def quick_settings(*, num_trials: int = 5, seed: int = 0) -> LinregSettings:
 def run_dimension(
     dimension: int, settings: LinregSettings, backend: Backend
 ) -> list[records.Record]:
-    """Draw the trials of one dimension, search, and return one record per algorithm."""
+    """Draws the trials of one dimension, searches, and returns one record per algorithm."""
     began, cpu_began = time.perf_counter(), time.process_time()
     draw = partial(
         make_trial,
@@ -161,7 +161,7 @@ def run_dimension(
 
 
 def _spectrum(trials: Sequence[Trial]) -> dict[str, list[float]]:
-    """Of the public Hessian, per trial; the ratio leaves the exact null direction out."""
+    """Describes the public Hessian of each trial; the ratio omits the exact null direction."""
     nonzero = [trial.eigenvalues[trial.eigenvalues > 0] for trial in trials]
     return {
         "largest": [float(values[-1]) for values in nonzero],
@@ -180,7 +180,7 @@ def _summary(
     trials: Sequence[Trial],
     settings: LinregSettings,
 ) -> dict[str, Any]:
-    """The part of a record about one algorithm: its grid, its best point, that point's losses."""
+    """Returns the part of a record about one algorithm: its grid, its best point, its losses."""
     lattice = settings.lattice
     own = {point: outcome for point, outcome in outcomes.items() if point.algorithm == algorithm}
     losses = {point: float(outcome.mean.min()) for point, outcome in own.items()}
@@ -234,14 +234,14 @@ def _summary(
 
 
 def make_backend(device: str) -> Backend:
-    """'cpu': SciPy; 'jax': JAX on its default device; 'auto': JAX where it has an accelerator."""
+    """Makes a backend: SciPy for 'cpu', JAX for 'jax'; 'auto' prefers an accelerator."""
     if device == "auto":
         device = "cpu" if jax.default_backend() == "cpu" else "jax"
     return SparseBackend() if device == "cpu" else JaxBackend()
 
 
 def warn_about_ends(record: records.Record) -> None:
-    """Warn where the grid ends at the best point although the loss may go on falling."""
+    """Warns where the grid ends at the best point although the loss may go on falling."""
     unfinished = [
         f"{name} ({status})"
         for name, statuses in record["ends"].items()
@@ -257,7 +257,7 @@ def warn_about_ends(record: records.Record) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute what is missing, then draw; see `--help`."""
+    """Computes what is missing, then draws; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments linreg",
         description="Figure 1: cold and warm DP-SGD and PDA-DPMD on simulated linear regression.",

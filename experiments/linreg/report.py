@@ -31,7 +31,7 @@ OPTIMUM = TARGET_STD**2
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% interval by Student's t (NaN for a single value)."""
+    """Returns the mean and half of its 95% interval by Student's t (NaN for a single value)."""
     count = len(values)
     if count < 2:
         return float(np.mean(values)), float("nan")
@@ -40,7 +40,7 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def by_dimension(found: Sequence[Record]) -> dict[int, dict[str, Record]]:
-    """Records by dimension (ascending) and algorithm; the last of several wins."""
+    """Groups records by dimension (ascending) and algorithm; the last of several wins."""
     table: dict[int, dict[str, Record]] = {}
     for record in found:
         table.setdefault(record["dimension"], {})[record["algorithm"]] = record
@@ -48,13 +48,13 @@ def by_dimension(found: Sequence[Record]) -> dict[int, dict[str, Record]]:
 
 
 def eigenvalue_ratios(record: Record) -> np.ndarray:
-    """Largest over smallest non-zero eigenvalue of the public Hessian, per trial."""
+    """Returns the largest over the smallest non-zero public eigenvalue, per trial."""
     spectrum = record["spectrum"]
     return np.array(spectrum["largest"]) / np.array(spectrum["smallest_nonzero"])
 
 
 def draw(found: Sequence[Record], path: Path) -> None:
-    """Draw cold against warm, warm against PDA-DPMD, and the spread of the eigenvalues."""
+    """Draws cold against warm, warm against PDA-DPMD, and the spread of the eigenvalues."""
     table = by_dimension(found)
     figure, panels = plt.subplots(1, 3, figsize=(13, 3.9), layout="constrained")
     for panel, algorithms, bottom, title in (
@@ -114,7 +114,7 @@ def draw(found: Sequence[Record], path: Path) -> None:
 
 
 def losses_table(found: Sequence[Record]) -> str:
-    """Markdown: the losses by dimension, PDA-DPMD's paired gain over warm, the spread."""
+    """Tabulates losses by dimension, PDA-DPMD's paired gain over warm, and the spread."""
     lines = [
         "| p | public data only | cold | warm | PDA-DPMD | warm − PDA-DPMD, paired | "
         "population: cold / warm / PDA-DPMD | λ_max / λ_min |",
@@ -138,7 +138,7 @@ def losses_table(found: Sequence[Record]) -> str:
 
 
 def choices_table(found: Sequence[Record]) -> str:
-    """Markdown: the chosen grid points, the best of either output, and where the grid ended."""
+    """Tabulates the chosen grid points, the best of either output, and where the grid ended."""
     lines = [
         "| p | algorithm | η | C | T | ridge / median λ | iterate | averaged | last | points | "
         "grid ends at |",
@@ -167,7 +167,7 @@ def choices_table(found: Sequence[Record]) -> str:
 
 
 def markdown(found: Sequence[Record]) -> str:
-    """Both tables and where the records come from."""
+    """Returns both tables and the origin of the records."""
     made = sorted({_maker(record["provenance"]) for record in found})
     seconds = {r["dimension"]: r["seconds"]["prepare"] + r["seconds"]["search"] for r in found}
     spent = ", ".join(f"p={p} {value:.0f} s" for p, value in sorted(seconds.items()))
@@ -183,7 +183,7 @@ def markdown(found: Sequence[Record]) -> str:
 
 
 def write(found: Sequence[Record], folder: Path, name: str, *, readme: Path | None = None) -> None:
-    """Write `<name>.png` and `<name>.md` into `folder`, and the section `name` of `readme`."""
+    """Writes `<name>.png` and `<name>.md` into `folder`, and the section `name` of `readme`."""
     if not found:
         print("no record with these settings; nothing to draw")
         return
@@ -208,6 +208,6 @@ def _interval(values: Sequence[float] | np.ndarray) -> str:
 
 
 def _unfinished(ends: Mapping[str, Sequence[str]]) -> str:
-    """The directions in which the grid ends at the best point; a dash when there are none."""
+    """Returns the directions in which the grid ends at the best point; a dash for none."""
     names = [f"{name} ({s})" for name, both in ends.items() for s in both if s in ("limit", "open")]
     return ", ".join(dict.fromkeys(names)) or "-"

@@ -33,7 +33,7 @@ AXES = ("travel", "clip_norm", "num_steps", "ridge")
 
 
 def axes_of(algorithm: str) -> tuple[str, ...]:
-    """The axes that an algorithm is tuned on; only pda-dpmd has a ridge."""
+    """Returns the axes that an algorithm is tuned on; only pda-dpmd has a ridge."""
     return AXES if algorithm == "pda-dpmd" else AXES[:-1]
 
 
@@ -64,29 +64,29 @@ class Lattice:
     max_steps: int
 
     def travel(self, point: Point) -> float:
-        """ηTC in units of the median relaxation rate."""
+        """Returns ηTC in units of the median relaxation rate."""
         return self.travel_ratio**point.travel
 
     def clip_norm(self, point: Point) -> float:
-        """C."""
+        """Returns the clip norm C."""
         return 0.03 * self.clip_norm_ratio**point.clip_norm
 
     def num_steps(self, point: Point) -> int:
-        """T."""
+        """Returns the number of steps T."""
         return round(self.base_steps * self.num_steps_ratio**point.num_steps)
 
     def ridge(self, point: Point) -> float:
-        """ρ divided by the median eigenvalue of the public Hessian."""
+        """Returns ρ divided by the median eigenvalue of the public Hessian."""
         return 0.1 * self.ridge_ratio**point.ridge
 
     def allows(self, point: Point) -> bool:
-        """Whether the point exists: at least one and at most `max_steps` steps."""
+        """Returns whether the point exists: at least one and at most `max_steps` steps."""
         return 1 <= self.num_steps(point) <= self.max_steps
 
     def scaling_and_learning_rate(
         self, point: Point, eigenvalues: np.ndarray
     ) -> tuple[np.ndarray, float]:
-        """Eigenvalues of P, and η, for one point and one public Hessian."""
+        """Returns the eigenvalues of P, and η, for one point and one public Hessian."""
         scaling = np.ones_like(eigenvalues)
         if point.algorithm == "pda-dpmd":
             ridge = self.ridge(point) * np.median(eigenvalues)
@@ -117,7 +117,7 @@ def run_batch(
     epsilon: float,
     delta: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Run points with one common number of steps, pda-dpmd last, on one trial.
+    """Runs points with one common number of steps, pda-dpmd last, on one trial.
 
     Returns:
         Empirical losses (2, G), population losses (2, G) and learning rates (G,). A run that
@@ -155,7 +155,7 @@ def evaluate(
     epsilon: float,
     delta: float,
 ) -> dict[Point, Outcome]:
-    """Run every point on every trial; points with the same number of steps run as one matrix."""
+    """Runs every point on every trial; points with the same number of steps run as one matrix."""
     batches: dict[int, list[Point]] = {}
     for point in sorted(points, key=lambda point: point.algorithm == "pda-dpmd"):
         batches.setdefault(lattice.num_steps(point), []).append(point)
@@ -180,7 +180,7 @@ def evaluate(
 
 
 def directions(lattice: Lattice, algorithm: str) -> dict[tuple[str, int], dict[str, int]]:
-    """The moves to neighbouring points, named by what changes and the sign of the change.
+    """Returns the moves to neighbouring points, named by what changes and the sign of the change.
 
     Besides a move along each axis there are two diagonals that keep the learning rate: where it is
     as large as stability allows, more steps or a larger clip norm help only if they also travel
@@ -201,14 +201,14 @@ def directions(lattice: Lattice, algorithm: str) -> dict[tuple[str, int], dict[s
 
 
 def moved(point: Point, move: Mapping[str, int], sign: int = 1) -> Point:
-    """The point after a move, or after the opposite move with sign −1."""
+    """Returns the point after a move, or after the opposite move with sign −1."""
     return point._replace(**{a: getattr(point, a) + sign * change for a, change in move.items()})
 
 
 def ends(
     losses: Mapping[Point, float], point: Point, lattice: Lattice, tolerance: float
 ) -> dict[tuple[str, int], tuple[str, Point]]:
-    """Say for each direction what lies beyond a point.
+    """Says for each direction what lies beyond a point.
 
     Returns:
         For each direction the neighbour of `point` and one of
@@ -233,14 +233,14 @@ def ends(
 
 
 def unfinished(found: Mapping[tuple[str, int], tuple[str, Point]]) -> int:
-    """How many ends are open or at a limit."""
+    """Returns how many ends are open or at a limit."""
     return sum(status in ("open", "limit") for status, _ in found.values())
 
 
 def centre(
     losses: Mapping[Point, float], algorithm: str, lattice: Lattice, tolerance: float
 ) -> Point:
-    """The point that the grid is widened around: the most enclosed of those that are good enough.
+    """Returns the most enclosed of the points that are good enough; the grid widens around it.
 
     Good enough is a loss within `tolerance` (relative) of the algorithm's smallest; widening around
     the very smallest would chase ties along flat axes.
@@ -260,7 +260,7 @@ def search(
     tolerance: float,
     max_rounds: int,
 ) -> dict[Point, Outcome]:
-    """Evaluate `starts` and widen the grid until no algorithm's `centre` has an open end.
+    """Evaluates `starts` and widens the grid until no algorithm's `centre` has an open end.
 
     A round evaluates the open neighbours of each algorithm's centre. After `max_rounds` the ends
     that are still open stay so, and `ends` says it.

@@ -20,7 +20,7 @@ Decompose = Callable[[scipy.sparse.csr_matrix], tuple[np.ndarray, np.ndarray]]
 
 
 def block_sizes(dimension: int) -> tuple[int, int]:
-    """How many features belong to the first and to the last block."""
+    """Returns how many features belong to the first and to the last block."""
     first = dimension // 5
     return first, dimension - first
 
@@ -28,7 +28,7 @@ def block_sizes(dimension: int) -> tuple[int, int]:
 def sample_subsets(
     rng: np.random.Generator, count: int, population: int, size: int
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Draw `count` uniform subsets of {0, ..., population-1} with `size` elements each.
+    """Draws `count` uniform subsets of {0, ..., population-1} with `size` elements each.
 
     Robert Floyd's algorithm, all subsets at once: for j = population − size, ..., population − 1
     draw t ≤ j and add t, or j where t is already in the subset.
@@ -44,7 +44,7 @@ def sample_subsets(
 
 
 def sample_design(rng: np.random.Generator, rows: int, dimension: int) -> scipy.sparse.csr_matrix:
-    """Draw feature vectors: a sparse matrix with the same number of entries in every row."""
+    """Draws feature vectors: a sparse matrix with the same number of entries in every row."""
     first, last = block_sizes(dimension)
     if first < ACTIVE_FEATURES[0]:
         raise ValueError(
@@ -71,7 +71,7 @@ def sample_design(rng: np.random.Generator, rows: int, dimension: int) -> scipy.
 
 
 def population_loss(models: np.ndarray, true_model: np.ndarray) -> np.ndarray:
-    """Expected squared error E(y − ⟨θ, x⟩)² of each column θ of `models`, exactly.
+    """Returns the expected squared error E(y − ⟨θ, x⟩)² of each column θ of `models`, exactly.
 
     With Δ = θ − θ*, block k contributes 0.05 times the sum of m_k of its q_k entries of Δ, drawn
     without replacement: mean m_k·mean(Δ_k), variance m_k (1 − m_k/q_k) s²(Δ_k), where s² has the
@@ -117,7 +117,7 @@ class Trial:
         return np.sqrt(np.asarray(self.design.power(2).sum(axis=1)).ravel())
 
     def extend_noise(self, num_steps: int) -> None:
-        """Make at least `num_steps` rows of noise available; earlier rows stay the same."""
+        """Makes at least `num_steps` rows of noise available; earlier rows stay the same."""
         missing = num_steps - len(self.noise)
         if missing > 0:
             rows = self.noise_source.standard_normal((missing, len(self.true_model)), np.float32)
@@ -127,7 +127,7 @@ class Trial:
 def make_trial(
     decompose: Decompose, dimension: int, trial: int, *, seed: int, num_private: int
 ) -> Trial:
-    """Draw trial number `trial` of dimension `dimension`.
+    """Draws trial number `trial` of dimension `dimension`.
 
     Args:
         decompose: returns the eigenvalues (ascending) and eigenvectors of XᵀX / rows, see

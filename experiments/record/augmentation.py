@@ -10,7 +10,7 @@ from jax import lax
 
 
 def shift_and_mirror(key: jax.Array, image: jax.Array, *, margin: int = 4) -> jax.Array:
-    """Shift an image by up to `margin` pixels, reflected at its edges, and mirror half of them."""
+    """Shifts an image by up to `margin` pixels, reflected at its edges; mirrors half of them."""
     shift_key, mirror_key = jax.random.split(key)
     padded = jnp.pad(image, ((margin, margin), (margin, margin), (0, 0)), mode="reflect")
     row, column = jax.random.randint(shift_key, (2,), 0, 2 * margin + 1)
@@ -19,13 +19,13 @@ def shift_and_mirror(key: jax.Array, image: jax.Array, *, margin: int = 4) -> ja
 
 
 def cut_out(key: jax.Array, image: jax.Array, *, size: int) -> jax.Array:
-    """Set a square to zero, the public mean; its centre is anywhere in the image."""
+    """Sets a square to zero, the public mean; its centre is anywhere in the image."""
     height, width, _ = image.shape
     return jnp.where(_square(key, height, width, size)[..., None], 0.0, image)
 
 
 def change_colours(key: jax.Array, image: jax.Array, *, strength: float) -> jax.Array:
-    """Change brightness, contrast and saturation by factors and shifts of up to `strength`."""
+    """Changes brightness, contrast and saturation by factors and shifts of up to `strength`."""
     shift, contrast, saturation = jax.random.uniform(key, (3,), minval=-strength, maxval=strength)
     grey = image.mean(-1, keepdims=True)
     image = grey + (1 + saturation) * (image - grey)
@@ -34,7 +34,7 @@ def change_colours(key: jax.Array, image: jax.Array, *, strength: float) -> jax.
 
 
 def warp(key: jax.Array, image: jax.Array, *, strength: float) -> jax.Array:
-    """Turn, scale and shear an image about its centre; 1 means up to 20 degrees, 25% and 0.2."""
+    """Turns, scales and shears an image; strength 1 is up to 20 degrees, 25% and 0.2."""
     keys = jax.random.split(key, 3)
     angle = strength * 0.35 * jax.random.uniform(keys[0], minval=-1, maxval=1)
     scale = jnp.exp(strength * 0.22 * jax.random.uniform(keys[1], (2,), minval=-1, maxval=1))
@@ -52,7 +52,7 @@ def warp(key: jax.Array, image: jax.Array, *, strength: float) -> jax.Array:
 def mix_up(
     key: jax.Array, images: jax.Array, targets: jax.Array, *, concentration: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Mix each image, and its target, with the next one's; weights are Beta-distributed."""
+    """Mixes each image, and its target, with the next one's; weights are Beta-distributed."""
     weights = jax.random.beta(key, concentration, concentration, (len(images),))
     others, other_targets = jnp.roll(images, 1, 0), jnp.roll(targets, 1, 0)
     by = weights[:, None, None, None]
@@ -65,7 +65,7 @@ def mix_up(
 def cut_mix(
     key: jax.Array, images: jax.Array, targets: jax.Array, *, concentration: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Paste a square of the next image into each one; targets are mixed by area."""
+    """Pastes a square of the next image into each one; targets are mixed by area."""
     weight_key, square_key = jax.random.split(key)
     count, height, width, _ = images.shape
     weights = jax.random.beta(weight_key, concentration, concentration, (count,))
@@ -78,7 +78,7 @@ def cut_mix(
 
 
 def _square(key: jax.Array, height: int, width: int, size: jax.typing.ArrayLike) -> jax.Array:
-    """Where a square about a random pixel is, [height, width]."""
+    """Returns a mask [height, width] of a square about a random pixel."""
     row, column = jax.random.uniform(key, (2,)) * jnp.array([height, width])
     rows = jnp.abs(jnp.arange(height) + 0.5 - row) <= size / 2
     columns = jnp.abs(jnp.arange(width) + 0.5 - column) <= size / 2
@@ -86,7 +86,7 @@ def _square(key: jax.Array, height: int, width: int, size: jax.typing.ArrayLike)
 
 
 def _read(image: jax.Array, places: jax.Array) -> jax.Array:
-    """Bilinear values at places [..., 2], which are inside the image."""
+    """Returns bilinear values at places [..., 2], which must lie inside the image."""
     low = jnp.floor(places).astype(jnp.int32)
     high = jnp.minimum(low + 1, jnp.array(image.shape[:2]) - 1)
     down, right = jnp.split(places - low, 2, axis=-1)

@@ -39,7 +39,7 @@ Found = dict[str, float | None]
 
 
 def evaluate(network: WideResNet, params: Params, examples: images.Examples) -> Found:
-    """Accuracy and loss on scaled images, and accuracy of the mean with the mirrored image."""
+    """Returns accuracy and loss on scaled images, and accuracy of the mean over mirrored views."""
     pixels, labels = examples
     sums = np.zeros(3)
     for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
@@ -61,7 +61,7 @@ def _sums(network: WideResNet, params: Params, pixels: jax.Array, labels: jax.Ar
 
 
 def finite(value: float) -> float | None:
-    """The number as JSON has it; None where it is not finite."""
+    """Returns the number as JSON has it, or None if it is not finite."""
     return round(value, 5) if np.isfinite(value) else None
 
 
@@ -69,7 +69,7 @@ def finite(value: float) -> float | None:
 
 
 def save_start(path: Path, network: WideResNet, params: Params, about: records.Record) -> None:
-    """Write parameters with the network that they belong to."""
+    """Writes parameters and the network that they belong to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))}
     partial = path.with_suffix(".partial.npz")
@@ -79,7 +79,7 @@ def save_start(path: Path, network: WideResNet, params: Params, about: records.R
 
 
 def load_start(path: Path, dtype: str) -> tuple[WideResNet, Params, records.Record]:
-    """The network, with activations of `dtype`, its parameters, and what was said of them."""
+    """Returns the network, with activations of `dtype`, its parameters, and the notes."""
     if not path.exists():
         raise SettingsError(f"there is no start {path}. Make it with `record public` first.")
     with np.load(path) as arrays:
@@ -111,7 +111,7 @@ def run_public(
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
-    """Pre-train, keep the start, and say how good it is."""
+    """Pre-trains, keeps the start, and reports how good it is."""
     loaded = [load_start(path, settings.network.dtype) for path in teachers]
     taught_by = [about["id"] for *_, about in loaded]
     name = start_id(settings, seed, taught_by)
@@ -173,7 +173,7 @@ def run_private(
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
-    """Train from a start; validation images judge along the way, test images at the end only."""
+    """Trains from a start; validation images judge along the way, test images at the end only."""
     network, params, about = load_start(start, settings.network.dtype)
     if (network.depth, network.width) != (settings.network.depth, settings.network.width):
         raise SettingsError(
@@ -246,7 +246,7 @@ def private_id(settings: RecordSettings, seed: int, start: str, parts: images.Im
 
 @functools.cache
 def made_by(shared: bool) -> records.Record:
-    """Code, versions and machine."""
+    """Returns the versions of the code and the packages, and the machine."""
     root = Path(__file__).parents[2]
     sources = sorted([*root.glob("mirrordp/**/*.py"), *root.glob("experiments/record/*.py")])
     device = jax.devices()[0]
@@ -260,7 +260,7 @@ def made_by(shared: bool) -> records.Record:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the three commands."""
+    """Runs one of the three commands."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments record",
         description=__doc__,

@@ -38,13 +38,13 @@ class Images:
     judged_by: str
 
     def scaled(self, examples: Examples) -> Examples:
-        """Float32 images with mean 0 and standard deviation 1 of the public ones; labels."""
+        """Returns float32 images, scaled by the public mean and standard deviation, and labels."""
         mean, std = files.scaling(self.public[0])
         return files.scale(examples[0], mean, std), examples[1].astype(np.int32)
 
 
 def write_split(data_root: Path | None, folder: Path, *, holdout: int) -> dict[str, int]:
-    """Write the parts of a search below `folder`, without test images; their sizes."""
+    """Writes the parts of a search below `folder`, without test images; returns their sizes."""
     images, labels = _read(data_root, files.CIFAR10_TRAIN)
     private, public, validation = split_indices(
         len(images), public_fraction=PUBLIC_FRACTION, holdout=holdout, seed=0
@@ -57,7 +57,7 @@ def write_split(data_root: Path | None, folder: Path, *, holdout: int) -> dict[s
 
 
 def read_split(folder: Path, *, private: bool) -> Images:
-    """The parts that `write_split` wrote; without the private ones where they are not needed."""
+    """Returns the parts that `write_split` wrote, without private ones if not needed."""
     found: dict[str, Examples] = {}
     for part in PARTS if private else PARTS[:2]:
         path = folder / f"{part}.npz"
@@ -71,7 +71,7 @@ def read_split(folder: Path, *, private: bool) -> Images:
 
 
 def read_final(data_root: Path | None) -> Images:
-    """All 48,000 private images, and the test images as judges."""
+    """Returns all 48,000 private images, and the test images as judges."""
     images, labels = _read(data_root, files.CIFAR10_TRAIN)
     private, public, _ = split_indices(
         len(images), public_fraction=PUBLIC_FRACTION, holdout=0, seed=0
@@ -91,7 +91,7 @@ def _read(data_root: Path | None, names: Sequence[str]) -> Examples:
 
 
 def synthetic(*, num_private: int = 256, seed: int = 0) -> Images:
-    """Made-up images for tests: a symmetric pattern of large squares for each class, plus noise."""
+    """Makes up images for tests: a pattern of large squares for each class, plus noise."""
     rng = np.random.default_rng(seed)
     left = rng.integers(0, 256, (10, 4, 2, 3))
     patterns = np.concatenate([left, left[:, :, ::-1]], axis=2).repeat(8, axis=1).repeat(8, axis=2)

@@ -54,7 +54,7 @@ class WideResNet:
         return found
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters; the output layer begins at zero."""
+        """Returns random parameters; the output layer begins at zero."""
         keys = iter(jax.random.split(key, 3 * len(self._blocks) + 1))
         blocks = []
         for inputs, outputs, stride in self._blocks:
@@ -79,7 +79,7 @@ class WideResNet:
         }
 
     def predict(self, params: Params, images: jax.Array) -> jax.Array:
-        """Logits [n, num_classes] of images [n, height, width, channels]."""
+        """Returns logits [n, num_classes] of images [n, height, width, channels]."""
         x = _conv(images.astype(self.dtype), params["stem"], 1)
         for block, (_, _, stride) in zip(params["blocks"], self._blocks, strict=True):
             y = _norm(jax.nn.relu(x), block["norm1"])
@@ -93,7 +93,7 @@ class WideResNet:
 
 
 def num_parameters(params: Params) -> int:
-    """How many numbers a network has."""
+    """Returns how many numbers a network has."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
@@ -108,7 +108,7 @@ def _norm_init(channels: int) -> Params:
 
 
 def standardised(layer: Params) -> jax.Array:
-    """A kernel with mean zero and length `gain` for each of its outputs."""
+    """Returns a kernel with mean zero and length `gain` for each of its outputs."""
     kernel = layer["kernel"]
     centred = kernel - kernel.mean((0, 1, 2))
     squares = (centred**2).sum((0, 1, 2))
@@ -127,7 +127,7 @@ def _conv(x: jax.Array, layer: Params, stride: int) -> jax.Array:
 
 
 def _norm(x: jax.Array, layer: Params) -> jax.Array:
-    """Group normalisation: mean 0 and variance 1 over the pixels and channels of each group."""
+    """Normalises groups to mean 0 and variance 1 over the group's pixels and channels."""
     grouped = x.reshape(*x.shape[:3], GROUPS, -1).astype(jnp.float32)
     mean = grouped.mean((1, 2, 4), keepdims=True)
     variance = (grouped**2).mean((1, 2, 4), keepdims=True) - mean**2

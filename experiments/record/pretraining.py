@@ -29,7 +29,7 @@ def pretrain(
     on_progress: Seen = lambda step, last, average: None,
     deadline: float | None = None,
 ) -> Params:
-    """The average of the iterates of SGD on changed and mixed images.
+    """Returns the average of the iterates of SGD on changed and mixed images.
 
     Args:
         network: to train.
@@ -63,7 +63,7 @@ def pretrain(
 
 
 def _rows(count: int, settings: PublicSettings, rng: np.random.Generator) -> np.ndarray:
-    """Which images each step sees, [steps taken, batch_size]: one permutation after the other."""
+    """Returns which images each step sees, [steps, batch_size]: successive permutations."""
     steps = min(settings.stop or settings.steps, settings.steps)
     wanted = steps * settings.batch_size
     order = np.concatenate([rng.permutation(count) for _ in range(-(-wanted // count))])
@@ -120,7 +120,7 @@ def _steps(network, settings, networks, state, rows, arrays, weights, key):
 def changed(
     settings: PublicSettings, key: jax.Array, images: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A batch of public images and its targets after all random changes."""
+    """Returns a batch of public images and its targets after all random changes."""
     keys = jax.random.split(key, 6)
     each = lambda number: jax.random.split(keys[number], len(images))  # noqa: E731
     if settings.warp:

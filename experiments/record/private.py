@@ -29,7 +29,7 @@ from mirrordp.types import LossFn, Params
 
 
 def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
-    """Poisson-sampled Gaussian sums with the noise that the target ε asks for."""
+    """Makes Poisson-sampled Gaussian sums with the noise that the target ε needs."""
     return Mechanism.calibrate(
         epsilon=settings.target_epsilon,
         delta=settings.delta,
@@ -42,7 +42,7 @@ def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
 
 @functools.cache
 def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
-    """The mean loss over random views of *one* example, which is clipped as one unit of privacy."""
+    """Makes the mean loss over random views of *one* example, the unit that is clipped."""
 
     def view(key: jax.Array, image: jax.Array) -> jax.Array:
         shift_key, cut_key = jax.random.split(key)
@@ -59,7 +59,7 @@ def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
 
 
 def learning_rates(settings: PrivateSettings) -> optax.Schedule:
-    """A rise from zero in `warm_up` steps, then what `rate` says."""
+    """Returns a schedule that rises from zero in `warm_up` steps and then follows `rate`."""
     peak, rest = settings.learning_rate, max(1, settings.steps - settings.warm_up)
     match settings.rate:
         case "constant":
@@ -70,7 +70,7 @@ def learning_rates(settings: PrivateSettings) -> optax.Schedule:
             after = optax.cosine_decay_schedule(peak, rest, settings.last_rate)
     if not settings.warm_up:
         return after
-    # The first step has a rate above zero, for it is paid for like the others.
+    # The first step has a rate above zero: it costs as much privacy as the others.
     rise = optax.linear_schedule(peak / settings.warm_up, peak, settings.warm_up - 1)
     return optax.join_schedules([rise, after], [settings.warm_up])
 
@@ -91,7 +91,7 @@ def train_privately(
     every: int = 50,
     deadline: float | None = None,
 ) -> tuple[dict[str, Params], dict[str, Any]]:
-    """The last iterate and averages of the iterates by name, and what was seen on the way.
+    """Trains; returns the last iterate and averages by name, and what was seen on the way.
 
     Args:
         network: to train.
@@ -101,8 +101,8 @@ def train_privately(
         private: scaled images and labels.
         public: likewise; used where alpha is below 1.
         seed: makes the run reproducible.
-        on_progress: is told the step and all iterates every so many steps,
-        every: namely these.
+        on_progress: called with the step and all iterates every `every` steps.
+        every: the number of steps between two such calls.
         deadline: when to give up, by `time.monotonic`.
 
     Raises:
@@ -142,7 +142,7 @@ def train_privately(
         assert info.unprivatized is not None
         unprivatized.append([float(np.asarray(v)[-1]) for v in info.unprivatized[:2]])
         if info.step == 2:
-            begun = time.monotonic()  # what came before was mostly compilation
+            begun = time.monotonic()  # the steps before were mostly compilation
         if info.step % every == 0 or info.step == settings.steps:
             on_progress(info.step, iterates)
         if deadline is not None and time.monotonic() > deadline:

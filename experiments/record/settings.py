@@ -152,14 +152,14 @@ class RecordSettings:
         check(private.alpha > 0, "private.alpha must be above 0, or nothing private is learned.")
 
     def public_identity(self) -> records.Record:
-        """What decides a public start, apart from its seed and its teachers."""
+        """Returns the values that decide a public start, apart from its seed and teachers."""
         return {
             "network": dataclasses.asdict(self.network),
             "public": dataclasses.asdict(self.public),
         }
 
     def private_identity(self) -> records.Record:
-        """What decides a private run, apart from its seed and its start."""
+        """Returns the values that decide a private run, apart from its seed and start."""
         private = dataclasses.asdict(self.private)
         del private["microbatch_size"], private["other_decays"]
         return {"network": dataclasses.asdict(self.network), "private": private}
@@ -169,7 +169,7 @@ TABLES = {"network": WideResNet, "public": PublicSettings, "private": PrivateSet
 
 
 def load(path: Path, changes: Sequence[str] = ()) -> RecordSettings:
-    """Read a settings file and change some of its values.
+    """Reads a settings file and changes some of its values.
 
     Args:
         path: the file.

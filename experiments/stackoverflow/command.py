@@ -64,7 +64,7 @@ clock = time.monotonic
 
 
 class OutOfTime(Exception):
-    """The time of this call is used up; what was begun is on disk."""
+    """Raised when the time of this call is used up; unfinished work is on disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What all runs of a call share."""
+    """The settings and data that all runs of a call share."""
 
     prepared: Prepared
     network: models.Network
@@ -111,7 +111,7 @@ class Task:
 
 
 def _sampling(task: Task) -> dict[str, Any]:
-    """100 users a round, or as many as there are: expected, or exactly.
+    """Samples 100 users a round, or all if there are fewer: expected, or exactly.
 
     Exactly 100 are accounted for under replacement of a user, which has sensitivity 2C.
     """
@@ -124,7 +124,7 @@ def _sampling(task: Task) -> dict[str, Any]:
 
 
 def mechanism(task: Task, noise_multiplier: float) -> Mechanism:
-    """The mechanism in units of the clip norm.
+    """Returns the mechanism in units of the clip norm.
 
     Made for the rounds of the final runs also where a run takes fewer: all are one program.
     """
@@ -138,7 +138,7 @@ def mechanism(task: Task, noise_multiplier: float) -> Mechanism:
 
 
 def calibrated(task: Task) -> float:
-    """The noise multiplier that gives ε = 8.32 after the final runs' rounds."""
+    """Returns the noise multiplier that gives ε = 8.32 after the final runs' rounds."""
     found = Mechanism.calibrate(
         epsilon=EPSILON,
         delta=DELTA,
@@ -152,7 +152,7 @@ def calibrated(task: Task) -> float:
 
 @functools.partial(jax.jit, static_argnames="network")
 def _totals(network: models.Network, params, rows: jax.Array) -> jax.Array:
-    """Sums over targets: right words, words, their loss; loss and number of all but padding."""
+    """Sums over targets: right words, words, their loss; loss and number without padding."""
 
     def one(row):
         logits, targets = network.predict(params, row[:-1]), row[1:]
@@ -170,7 +170,7 @@ def _totals(network: models.Network, params, rows: jax.Array) -> jax.Array:
 
 
 def evaluate(task: Task, params, rows: np.ndarray) -> dict[str, float | None]:
-    """Accuracy on words of the vocabulary, and perplexity over all targets and over such words.
+    """Returns accuracy on known words, and perplexity over all targets and over such words.
 
     Special tokens (padding, begin, end, unknown) never count as right or wrong; perplexity counts
     end and unknown, which a model must predict to be a distribution over sentences.
@@ -187,7 +187,7 @@ def evaluate(task: Task, params, rows: np.ndarray) -> dict[str, float | None]:
 
 @functools.cache
 def _server_sgd() -> optax.GradientTransformation:
-    """SGD with momentum 0.9 whose rate is part of its state."""
+    """Makes SGD with momentum 0.9 whose rate is part of its state."""
     return optax.inject_hyperparams(optax.sgd, static_args="momentum")(
         learning_rate=1.0, momentum=0.9
     )
@@ -201,9 +201,9 @@ def _pretraining() -> optax.GradientTransformation:
 
 
 def warm_start(task: Task, seed: int) -> Any:
-    """Parameters pre-trained on public users, a fifth of whom say when to stop; kept in a file.
+    """Returns parameters pre-trained on public users, a fifth of whom decide when to stop.
 
-    The same users judge whatever the seed, so that all seeds have the same shapes.
+    They are kept in a file. The same users judge for all seeds, so that all have the same shapes.
     """
     start = task.network.init(jax.random.key(seed))
     path = task.out / "unfinished" / f"warm-{task.key}-{seed}.npz"
@@ -271,7 +271,7 @@ def load(path: Path, like: Any) -> tuple[Any, Any]:
 
 
 def run(task: Task, job: Job) -> records.Record:
-    """One run from beginning (or from where it was cut) to end."""
+    """Makes one run from its beginning, or from where it was cut, to its end."""
     began = clock()
     private, public = task.prepared.private, task.prepared.public
     start = (
@@ -308,7 +308,7 @@ def run(task: Task, job: Job) -> records.Record:
     # A curve of the final runs; the others are judged at their end.
     parts = range(1, 11) if job.stage == "final" else ()
     evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
-    # Same noise and cohorts whatever the method: differences between methods are paired.
+    # All methods share noise and cohorts: differences between methods are paired.
     iterator = mirrordp.train(
         step,
         start,
@@ -377,7 +377,7 @@ class Log:
         }
 
     def record(self, job: Job) -> records.Record:
-        """The line of a job, after running it if there is none."""
+        """Returns the line of a job, and runs the job first if there is none."""
         if job.identity not in self._found:
             if clock() > self._task.deadline:
                 raise OutOfTime
@@ -401,17 +401,17 @@ class Log:
         return self._found[job.identity]
 
     def validation_loss(self, job: Job) -> float:
-        """Perplexity of held-out private users; infinite where the run diverged."""
+        """Returns the perplexity of held-out private users; infinite if the run diverged."""
         value = self.record(job)["validation"]["perplexity"]
         return np.inf if value is None else value
 
     def all(self) -> list[records.Record]:
-        """Every line of this task."""
+        """Returns every line of this task."""
         return list(self._found.values())
 
 
 class Grid(NamedTuple):
-    """What is searched; by default the paper's grid and smaller server rates."""
+    """The values to search; by default the paper's grid and smaller server rates."""
 
     server_rates: Sequence[float] = SERVER_RATES
     client_rates: Sequence[float] = CLIENT_RATES
@@ -420,7 +420,7 @@ class Grid(NamedTuple):
 
 
 def jobs_of_rates(grid: Grid, rounds: int, noise: float) -> Iterator[Job]:
-    """The grid on the warm start."""
+    """Yields the grid's jobs, which begin at the warm start."""
     for clip in grid.clips:
         for client_rate in grid.client_rates:
             for server_rate in grid.server_rates:
@@ -431,7 +431,7 @@ def jobs_of_rates(grid: Grid, rounds: int, noise: float) -> Iterator[Job]:
 
 
 def next_rate(rate: float, direction: int) -> float:
-    """The next rate up (+1) or down (-1) along {1, 3} * 10^i.
+    """Returns the next rate up (+1) or down (-1) along {1, 3} * 10^i.
 
     >>> next_rate(0.1, -1), next_rate(0.1, 1), next_rate(0.5, 1), next_rate(0.5, -1)
     (0.03, 0.3, 1.0, 0.3)
@@ -444,7 +444,7 @@ def next_rate(rate: float, direction: int) -> float:
 
 
 def beyond(best: Job, tried: Sequence[Job], grid: Grid) -> list[Job]:
-    """The neighbours of the best rates that have not been tried beside its other settings.
+    """Returns the untried neighbours of the best rates, with its other settings.
 
     They come from the rates tried elsewhere, and after the last of these from `next_rate`. A rate
     with a single value in the grid is taken as given.
@@ -464,7 +464,7 @@ def beyond(best: Job, tried: Sequence[Job], grid: Grid) -> list[Job]:
 
 
 def search_rates(log: Log, grid: Grid, rounds: int, noise: float) -> Job:
-    """The best of the grid, extended until the neighbours of its best rates have been tried."""
+    """Returns the best of the grid, extended until its neighbours have been tried."""
 
     def score(job: Job) -> tuple[float, ...]:
         # Where all diverge, lower rates are the way on.
@@ -557,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users-per-pass", type=at_least(1),
                         help="users computed side by side (what memory allows)")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=np.inf,
-                        help="stop cleanly after about so many; call again to go on")  # fmt: skip
+                        help="stop after about these seconds; the next call goes on")  # fmt: skip
     parser.add_argument(
         "--words", type=at_least(1), default=VOCABULARY_SIZE, help="of the vocabulary"
     )
@@ -578,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute what is missing, then write table and figure; see `--help`."""
+    """Computes what is missing, then writes table and figure; see `--help`."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     began = clock()

@@ -29,7 +29,7 @@ VOCABULARY_SIZE = 10_000
 SEQUENCE_LENGTH = 20
 MAX_SENTENCES = 256
 NUM_PUBLIC_USERS = 100
-# The published test users have millions of sentences; a sample of so many is judged often enough.
+# The published test users have millions of sentences; a sample of this size is enough.
 MAX_EVALUATION = 100_000
 
 User = tuple[str, list[str]]
@@ -39,7 +39,7 @@ _WORDS = re.compile(r"<code>|[\w']+|[^\w\s]")
 
 
 def words(sentence: str) -> list[str]:
-    """Lower-case words and punctuation marks of running text.
+    """Returns lower-case words and punctuation marks of running text.
 
     >>> words("It's <code>, isn't it?")
     ["it's", '<code>', ',', "isn't", 'it', '?']
@@ -51,7 +51,7 @@ PUBLISHED = (".h5", ".hdf5")
 
 
 def splitter(*paths: Path | None) -> Splitter:
-    """What makes words of the sentences of these files.
+    """Returns the function that splits the sentences of these files into words.
 
     The published sentences are tokens with spaces between them ("asp.net", "c#"), and the paper's
     pipeline takes them as they are.
@@ -67,7 +67,7 @@ def splitter(*paths: Path | None) -> Splitter:
 
 
 def read_hdf5(path: Path) -> Iterator[User]:
-    """The published files: group `examples`, one group per client, data set `tokens`."""
+    """Reads the published files: group `examples`, one group per client, data set `tokens`."""
     import h5py
 
     with h5py.File(path, "r") as file:
@@ -86,7 +86,7 @@ def read_hdf5(path: Path) -> Iterator[User]:
 
 
 def read_tsv(path: Path) -> Iterator[User]:
-    """Lines whose first column is the user and whose last is a sentence."""
+    """Reads lines whose first column is the user and whose last is a sentence."""
 
     def rows():
         with open(path, encoding="utf-8") as file:
@@ -105,7 +105,7 @@ def read_tsv(path: Path) -> Iterator[User]:
 
 
 def read_jsonl(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
-    """One JSON object per line, with a user and a sentence."""
+    """Reads one JSON object per line, with a user and a sentence."""
 
     def rows():
         with open(path, encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def read_jsonl(path: Path, *, user: str = "user", text: str = "text") -> Iterato
 
 
 def read_parquet(path: Path, *, user: str = "user", text: str = "text") -> Iterator[User]:
-    """Two columns, user and sentence."""
+    """Reads two columns, user and sentence."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(path)
@@ -162,20 +162,20 @@ READERS: dict[str, Callable[[Path], Iterator[User]]] = {
 
 
 def read(path: Path) -> Iterator[User]:
-    """Users of a file, by its ending."""
+    """Reads the users of a file in the format that its ending names."""
     if path.suffix not in READERS:
         raise ValueError(f"{path.name}: expected one of {sorted(READERS)}, got {path.suffix!r}.")
     return READERS[path.suffix](path)
 
 
 def _rank(name: str, purpose: str, seed: int) -> int:
-    """A number that is random over names and belongs to this one: users decide nothing together."""
+    """Returns a number that is random over names and depends on this name alone."""
     digest = hashlib.blake2b(f"{purpose}/{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def cut(name: str, sentences: list[str], seed: int) -> tuple[list[str], list[str]]:
-    """At most 256 sentences of a user, at random, and at most 256 of those left over."""
+    """Returns at most 256 sentences of a user, at random, and at most 256 of those left over."""
     if len(sentences) <= MAX_SENTENCES:
         return sentences, []
     order = np.random.default_rng(_rank(name, "sentences", seed)).permutation(len(sentences))
@@ -186,7 +186,7 @@ def cut(name: str, sentences: list[str], seed: int) -> tuple[list[str], list[str
 def make_vocabulary(
     users: Iterable[User], size: int = VOCABULARY_SIZE, split: Splitter = words
 ) -> dict[str, int]:
-    """The most frequent words and their numbers, which begin after the special tokens."""
+    """Returns the most frequent words and their numbers, which begin after the special tokens."""
     counts = collections.Counter(
         word for _, sentences in users for sentence in sentences for word in split(sentence)
     )
@@ -197,7 +197,7 @@ def make_vocabulary(
 def encode(
     sentences: Iterable[str], vocabulary: dict[str, int], split: Splitter = words
 ) -> np.ndarray:
-    """Rows of 21 tokens."""
+    """Returns rows of 21 tokens."""
     rows = []
     for sentence in sentences:
         tokens = [vocabulary.get(word, UNKNOWN) for word in split(sentence)[:SEQUENCE_LENGTH]]

@@ -19,7 +19,7 @@ STYLES = {"cold": ("#0072B2", "s"), "warm": ("#D55E00", "o"), "pda": ("#009E73",
 
 
 def final(found: Sequence[Record]) -> list[Record]:
-    """The runs of the comparison: over the most rounds, at the settings of the newest of these.
+    """Returns the runs to compare: of the most rounds, at the settings of the newest.
 
     A later search may have chosen other settings than an earlier one; means never mix them.
     """
@@ -39,12 +39,12 @@ def _longest(runs: Sequence[Record]) -> list[Record]:
 
 
 def newest(found: Sequence[Record]) -> list[Record]:
-    """The lines that share data and sizes with the newest one; others are not comparable."""
+    """Returns the lines that share data and sizes with the newest; others cannot be compared."""
     return [record for record in found if record["key"] == found[-1]["key"]]
 
 
 def title(record: Record) -> str:
-    """What the numbers are, with the ε that belongs to them."""
+    """Returns a title for the numbers, with the ε that belongs to them."""
     facts, job = record["facts"], record["job"]
     name = "STAND-IN for StackOverflow (Stack Exchange)" if facts["stand_in"] else "StackOverflow"
     epsilon = "infinite" if record["epsilon"] is None else upwards(record["epsilon"])
@@ -57,7 +57,7 @@ def title(record: Record) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """A number, or that it is beyond all use: a perplexity can have a hundred digits."""
+    """Formats a number, or says that it is useless: a perplexity can have a hundred digits."""
     if abs(value) <= LARGEST:
         return f"{value:.{digits}f}"
     return "> 1e6" if value > 0 else "< -1e6"
@@ -71,7 +71,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _gain(runs: Sequence[Record], metric: str, scale: float) -> str:
-    """PDA-DPMD minus warm, seed by seed: both have the same start, cohorts and noise."""
+    """Returns PDA-DPMD minus warm, seed by seed: both have the same start, cohorts and noise."""
     by_seed: dict[int, dict[str, float]] = {}
     for record in runs:
         by_seed.setdefault(record["job"]["seed"], {})[record["job"]["method"]] = record["metrics"][
@@ -82,7 +82,7 @@ def _gain(runs: Sequence[Record], metric: str, scale: float) -> str:
 
 
 def _search(found: Sequence[Record], runs: Sequence[Record]) -> list[str]:
-    """How the settings of the final runs were chosen."""
+    """Describes how the settings of the final runs were chosen."""
     noise = runs[0]["job"]["noise_multiplier"]
     lines = []
     for stage, name in (("rates", "server rate, client rate, clip"), ("alpha", "i")):
@@ -115,7 +115,7 @@ def _search(found: Sequence[Record], runs: Sequence[Record]) -> list[str]:
 
 
 def _check(found: Sequence[Record]) -> list[str]:
-    """The run with the paper's noise, which has no meaningful ε on a small set of users."""
+    """Describes the run with the paper's noise, whose ε means nothing on few users."""
     lines = []
     for record in found:
         if record["job"]["stage"] == "check":
@@ -129,7 +129,7 @@ def _check(found: Sequence[Record]) -> list[str]:
 
 
 def table(found: Sequence[Record]) -> str:
-    """Markdown: mean ± standard deviation over seeds, the paper's numbers beside them."""
+    """Tabulates mean ± standard deviation over seeds, with the paper's numbers beside them."""
     runs = final(found)
     if not runs:
         return "\n".join(["No final run yet.", *_check(found)]) + "\n"
@@ -176,7 +176,7 @@ def table(found: Sequence[Record]) -> str:
 
 
 def figure(found: Sequence[Record], path: Path) -> None:
-    """Accuracy and perplexity on test users against rounds: mean over seeds, and their range."""
+    """Draws accuracy and perplexity on test users against rounds: mean and range over seeds."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter

@@ -59,7 +59,7 @@ def key(dataset: str) -> str:
 
 
 def job_of(record: records.Record) -> Job:
-    """The job that a line is the outcome of."""
+    """Returns the job that a line is the outcome of."""
     settings = tuple(record["settings"].items())
     return Job(record["method"], record["epsilon"], record["seed"], settings)
 
@@ -76,7 +76,7 @@ class Log:
         }
 
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
-        """The jobs that have no line yet."""
+        """Returns the jobs that have no line yet."""
         return [job for job in jobs if job not in self._outcomes]
 
     def add(self, job: Job, outcome: Outcome, versions: dict[str, str] | None = None) -> None:
@@ -102,20 +102,20 @@ class Log:
         self._outcomes[job] = outcome.metrics
 
     def loss(self, job: Job, metric: str) -> float:
-        """The loss of a finished job; infinite where it diverged."""
+        """Returns the loss of a finished job; infinite where it diverged."""
         value = self._outcomes[job][metric]
         return np.inf if value is None else value
 
 
 def provenance() -> records.Record:
-    """Which code and versions are running; to be asked before it can change on disk."""
+    """Returns code and versions; must be called before the code can change on disk."""
     package = Path(mirrordp.__file__).parent
     sources = sorted([*Path(__file__).parent.glob("*.py"), *package.rglob("*.py")])
     return records.provenance(PACKAGES, sources, "cpu")
 
 
 def tuning_jobs(dataset: Dataset, methods: Sequence[str], num_seeds: int) -> list[Job]:
-    """Every candidate of the methods that are tuned, at every ε."""
+    """Returns every candidate of the methods that are tuned, at every ε."""
     return [
         Job(method, epsilon, TUNING_SEED + trial, settings)
         for trial in range(num_seeds)
@@ -126,7 +126,7 @@ def tuning_jobs(dataset: Dataset, methods: Sequence[str], num_seeds: int) -> lis
 
 
 def chosen(log: Log, dataset: Dataset, method: str, epsilon: float, num_seeds: int) -> tuple:
-    """The candidate with the least mean test loss over the tuning seeds."""
+    """Returns the candidate with the least mean test loss over the tuning seeds."""
     return min(
         candidates(method, dataset.task),
         key=lambda settings: np.mean(
@@ -141,7 +141,7 @@ def chosen(log: Log, dataset: Dataset, method: str, epsilon: float, num_seeds: i
 def main_jobs(
     log: Log, dataset: Dataset, tuned: Sequence[str], seeds: Sequence[int], num_tuning_seeds: int
 ) -> list[Job]:
-    """What the table is made of."""
+    """Returns the jobs of the table."""
     settings: dict[tuple[str, float | None], tuple] = {
         (method, epsilon): chosen(log, dataset, method, epsilon, num_tuning_seeds)
         for method in tuned
@@ -173,7 +173,7 @@ def execute(jobs: Sequence[Job], dataset: Dataset, log: Log, peer_python: Path |
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute what is missing, then write table and figure; see `--help`."""
+    """Computes what is missing, then writes table and figure; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments tabular",
         description="Linear models of real tables, 4% of the training rows public.",

@@ -46,19 +46,19 @@ class Dataset:
 
 
 def housing(root: Path) -> Dataset:
-    """California housing: the median house value of 20,640 districts."""
+    """Reads California housing: the median house value of 20,640 districts."""
     table = read_table(root / "california_housing.csv")
     return Dataset("housing", "regression", "median_house_value", (0.0, 500_001.0), table, None)
 
 
 def adult(root: Path) -> Dataset:
-    """UCI Adult: does a person earn more than 50,000 dollars a year?"""
+    """Reads UCI Adult: does a person earn more than 50,000 dollars a year?"""
     train, test = (_adult_table(root / name) for name in ("adult.data", "adult.test"))
     return Dataset("adult", "classification", "income", None, train, test)
 
 
 def _adult_table(path: Path) -> Table:
-    """The files have no header; the test file has a remark as first line and dots at line ends."""
+    """Reads a file without header; the test file has a remark first and dots at line ends."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file, skipinitialspace=True) if len(row) > 1]
     columns = dict(zip(ADULT_COLUMNS, zip(*rows, strict=True), strict=True))

@@ -67,7 +67,7 @@ class Outcome:
 
 
 def candidates(method: str, task: str) -> list[tuple[tuple[str, Any], ...]]:
-    """Settings that are tried for a competitor without public rows to choose them by."""
+    """Returns the settings to try for a competitor that has no public rows to choose them by."""
     if method == COLD:
         grid = {
             # Rows have norm one: the loss has curvature up to one, the logistic loss a quarter.
@@ -89,7 +89,7 @@ def candidates(method: str, task: str) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def primary(task: str) -> str:
-    """The loss that settings are chosen by."""
+    """Returns the loss that settings are chosen by."""
     return "rmse" if task == "regression" else "log_loss"
 
 
@@ -144,7 +144,7 @@ def _private_model(split: Split) -> Any:
 
 
 def _cold(job: Job, split: Split) -> Any:
-    """DP-SGD from zero with bounds that hold whatever the data.
+    """Fits by DP-SGD from zero, with bounds that hold for any data.
 
     Features are standardised and categories are 0 or 1, so that the square root of the number of
     columns is the usual size of a row; a larger row is scaled down.
@@ -219,7 +219,7 @@ def run_peer(jobs: Sequence[Job], split: Split, python: Path) -> list[tuple[Outc
 
 
 def evaluate(predicted: np.ndarray, split: Split) -> dict[str, float | None]:
-    """Metrics on the test rows, the only use that is made of them."""
+    """Returns metrics on the test rows; nothing else uses these rows."""
     target = split.test.target
     with np.errstate(over="ignore", invalid="ignore"):
         if split.dataset.task == "regression":

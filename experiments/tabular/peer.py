@@ -15,7 +15,7 @@ import numpy as np
 
 
 def linear_regression(data, epsilon, seed, *, num_features):
-    """The functional mechanism, pure ε; features and bounds are chosen on public rows.
+    """Fits by the functional mechanism, pure ε; public rows decide features and bounds.
 
     Its noise grows with the square of the number of features, so that it may use the few that
     correlate most with the target on public rows.
@@ -35,7 +35,7 @@ def linear_regression(data, epsilon, seed, *, num_features):
 
 
 def logistic_regression(data, epsilon, seed, *, norm_quantile, inverse_ridge):
-    """Objective perturbation, pure ε; the bound on row norms is a quantile of public ones."""
+    """Fits by objective perturbation, pure ε; a public quantile bounds the row norms."""
     norms = np.linalg.norm(data["public_x"], axis=1)
     model = diffprivlib.models.LogisticRegression(
         epsilon=epsilon,

@@ -43,7 +43,7 @@ LINEAR_BELOW = {"rmse": 100.0, "r2": 0.001, "log_loss": 0.001, "accuracy": 0.001
 def values(
     found: Sequence[Record], dataset: str, method: str, epsilon: float | None, metric: str
 ) -> dict[int, float]:
-    """The metric by seed; a fit that diverged is NaN."""
+    """Returns the metric by seed; a fit that diverged is NaN."""
     return {
         record["seed"]: math.nan if record["metrics"][metric] is None else record["metrics"][metric]
         for record in found
@@ -52,7 +52,7 @@ def values(
 
 
 def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error (NaN for a single value)."""
+    """Returns the mean and its standard error (NaN for a single value)."""
     if not numbers:
         return math.nan, math.nan
     error = np.std(numbers, ddof=1) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.nan
@@ -62,7 +62,7 @@ def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
 def advantage(
     found: Sequence[Record], dataset: str, other: str, epsilon: float, metric: str, sign: int
 ) -> tuple[float, float]:
-    """By how much ours is better than `other`, seed by seed: mean and standard error."""
+    """Returns how much better ours is than `other`, paired by seed: mean and standard error."""
     ours = values(found, dataset, OURS, epsilon, metric)
     own_epsilon = epsilon if other in PRIVATE else None
     theirs = values(found, dataset, other, own_epsilon, metric)
@@ -70,7 +70,7 @@ def advantage(
 
 
 def table(found: Sequence[Record]) -> str:
-    """Markdown: the metrics, then ours against each other method by paired differences."""
+    """Tabulates the metrics, then ours against each other method by paired differences."""
     lines: list[str] = []
     for dataset, metrics in METRICS.items():
         if not any(record["dataset"] == dataset for record in found):
@@ -106,7 +106,7 @@ def table(found: Sequence[Record]) -> str:
 
 
 def verdict(found: Sequence[Record]) -> list[str]:
-    """Where the goal is missed: a private competitor not beaten, or public-only beats ours."""
+    """Lists where ours does not beat a private competitor, or loses to public rows alone."""
     missed = []
     for dataset, metrics in METRICS.items():
         for metric, label, _, sign in metrics:
@@ -123,7 +123,7 @@ def verdict(found: Sequence[Record]) -> list[str]:
 
 
 def ties(found: Sequence[Record]) -> list[str]:
-    """Where a private competitor is no better, but ours not by more than two standard errors."""
+    """Lists where ours beats a private competitor by no more than two standard errors."""
     tied = []
     for dataset, metrics in METRICS.items():
         for metric, label, _, sign in metrics:
@@ -146,14 +146,14 @@ def excess(
     metric: str,
     sign: int,
 ) -> tuple[float, float]:
-    """By how much a method is worse than the non-private model: mean and error, by seed."""
+    """Returns how much worse a method is than the non-private model: mean and error, by seed."""
     best = values(found, dataset, NON_PRIVATE, None, metric)
     own = values(found, dataset, method, epsilon, metric)
     return mean_and_error([sign * (best[seed] - own[seed]) for seed in own if seed in best])
 
 
 def draw(found: Sequence[Record], path: Path) -> None:
-    """One panel per data set and metric: the price of privacy, with two standard errors.
+    """Draws the price of privacy, one panel per data set and metric, with two standard errors.
 
     Differences by seed, because what the seed decides for all methods alike, such as the choice of
     test rows, would hide what they differ in.
@@ -191,7 +191,7 @@ def draw(found: Sequence[Record], path: Path) -> None:
 
 
 def made_by(found: Sequence[Record]) -> str:
-    """Which code, versions and machine made the records."""
+    """Describes which code, versions and machine made the records."""
     own = [record["provenance"] for record in found if record["method"] != PEER]
     peer = [record["provenance"] for record in found if record["method"] == PEER]
     commits = ", ".join(sorted({str(origin["commit"]) for origin in own}))

@@ -74,15 +74,15 @@ def test_every_configuration_can_be_planned(name):
     else:
         assert len(settings.sweep.learning_rates) >= 3
     for num_private in SIZES[settings.dataset, settings.public_text]:
-        # What calibration needs is seconds of accounting and is done once, below.
-        if settings.target_epsilon is None:
-            found = training.mechanism(settings, num_private)
-            num_steps = found.num_steps
-            assert found.noise_multiplier == settings.noise_multiplier
-            assert found.sampling.sampling_prob == settings.batch_size / num_private
-            assert found.l2_clip_norm == 1.0
-        else:
-            num_steps = int(num_private * settings.epochs / settings.batch_size)
+        # Calibration takes seconds of accounting and is tested once, below.
+        noise = {"noise_multiplier": settings.noise_multiplier or 1.0, "target_epsilon": None}
+        found = training.mechanism(dataclasses.replace(settings, **noise), num_private)
+        num_steps = found.num_steps
+        assert num_steps == int(num_private * settings.epochs / settings.batch_size)
+        assert found.noise_multiplier == noise["noise_multiplier"]
+        assert found.sampling.sampling_prob == settings.batch_size / num_private
+        assert found.l2_clip_norm == 1.0
+        assert_step_of(settings, found)
         schedule = training.alpha(settings, num_private)
         if settings.algorithm != "pda":
             assert schedule == 1.0
@@ -92,6 +92,19 @@ def test_every_configuration_can_be_planned(name):
         assert np.all((weights >= 0.0) & (weights <= 1.0))
         # The reading that the table uses never stops looking at private data.
         assert (weights[-1] > 0) == (settings.decay_unit == "epochs")
+
+
+def assert_step_of(settings, found):
+    """Checks that the step of a run can be made, and is what the settings say."""
+    step, task = training.train_step(settings, found), tasks.task(settings.dataset)
+    mixes = settings.algorithm == "pda"
+    assert (step.loss_fn, step.mechanism) == (task.network.loss, found)
+    assert step.public_batch_size == (settings.public_batch_size if mixes else None)
+    changes_public = mixes and settings.augment_public
+    assert step.public_loss_fn is (task.augmented_loss if changes_public else None)
+    assert step.scale_noise == settings.scale_noise
+    assert step.noisy_clip_norm == (settings.noisy_clip_norm or None)
+    assert step.average == mirrordp.ExponentialAverage(settings.average_decay)
 
 
 @pytest.mark.parametrize("setting", paper.SETTINGS[:6], ids=str)
@@ -236,50 +249,66 @@ def test_set_values_writes_numbers_in_place(tmp_path):
 # Runs on made-up data of the right shapes
 
 
-def test_every_network_and_algorithm_runs_three_steps(lines_of_dataset):
-    dataset, lines = lines_of_dataset
-    assert [one["settings"]["algorithm"] for one in lines] == ["cold", "warm", "pda"]
-    for one in lines:
-        assert one["curve"]["step"] == [0, 1, 2, 3]
-        parts = ("validation", "test")
-        assert set(one["final"]) == {
-            f"{iterate}_{part}_{metric}"
-            for iterate in ("last", "average")
-            for part in parts
-            for metric in ("loss", "accuracy")
-        }
-        assert all(math.isfinite(value) for value in one["final"].values())
-        assert one["curve"]["last_test_loss"][0] != one["curve"]["last_test_loss"][-1]
-        assert one["privacy"]["epsilon_pld"] > 0
-        assert one["data"]["label"] == f"synthetic data in the shape of {dataset}"
-        assert line_id(one) == one["id"]
-        json.dumps(one, allow_nan=False)
-    cold, warm, pda = lines
-    assert cold["warm_start"] == {}
-    assert results.same_start(warm, pda)
-    assert not results.same_start(cold, warm)
+@pytest.fixture
+def three_steps(monkeypatch):
+    """A function that takes three steps of a settings file on a few made-up rows."""
+
+    def run(name, made):
+        settings = load(CONFIGS / f"{name}.toml")
+        monkeypatch.setattr(tasks, "task", made.__getitem__)
+        # K is as short as the run, so that α moves; with one σ, runs share compiled programs.
+        decay = settings.decay and 2.5 * (24 / 2) ** (settings.decay_unit == "steps")
+        settings = dataclasses.replace(
+            settings,
+            batch_size=2,
+            epochs=2.0,
+            public_batch_size=2,
+            noise_multiplier=1.0,
+            target_epsilon=None,
+            decay=decay,
+            warm_start=dataclasses.replace(
+                settings.warm_start, max_epochs=1, batch_size=4, refit=False
+            ),
+        )
+        sizes = {"num_private": 24, "num_public": 8, "num_validation": 4, "num_test": 4}
+        data = training.Loaded.of(datasets.synthetic(settings.dataset, **sizes))
+        warm_starts = training.WarmStarts()
+        if settings.algorithm != "cold":
+            with pytest.warns(RuntimeWarning, match="the warm start did not converge"):
+                warm_starts.get(settings, data, 1)
+        [line] = training.run_points([(settings, 1)], data, warm_starts, kind="final", max_steps=3)
+        assert line["config"] == name
+        assert line["curve"]["step"] == [0, 1, 2, 3]
+        assert all(math.isfinite(value) for value in line["final"].values())
+        losses = line["curve"]["last_test_loss"]
+        assert len(set(losses)) == 4, losses
+        return line
+
+    return run
 
 
-@pytest.fixture(params=["cifar10", "emnist", "wikitext2"])
-def lines_of_dataset(request):
-    """One path per data set and algorithm: what differs elsewhere is numbers, not programs."""
-    dataset = request.param
-    level = {"cifar10": "s20", "emnist": "s1.89", "wikitext2": "s1.08"}[dataset]
-    data = training.Loaded.of(
-        datasets.synthetic(dataset, num_private=24, num_public=8, num_validation=4, num_test=4)
-    )
-    warm_starts = training.WarmStarts()
-    small = {
-        "batch_size": 2,
-        "epochs": 1.0,
-        "public_batch_size": 2,
-        "warm_start": WarmStartSettings(max_epochs=1, batch_size=4, refit=False),
+# The paper's networks with fewer channels; test_models.py is about their sizes.
+NARROW = {
+    "cifar10": tasks.with_network("cifar10", models.cifar10_cnn((2, 2, 2, 2, 3, 3), hidden=4)),
+    "emnist": tasks.with_network("emnist", models.emnist_cnn((2, 3), hidden=4)),
+    "wikitext2": tasks.with_network("wikitext2", models.lstm_language_model(width=3)),
+}
+
+
+@pytest.mark.parametrize("name", ["cifar10/pda-s20", "emnist/pda-s1.89", "wikitext2/pda-s1.08"])
+def test_every_network_runs_three_steps(name, three_steps):
+    """PDA-DPMD goes through all losses of a network; the algorithms are compared below."""
+    line = three_steps(name, NARROW)
+    assert set(line["final"]) == {
+        f"{iterate}_{part}_{metric}"
+        for iterate in ("last", "average")
+        for part in ("validation", "test")
+        for metric in ("loss", "accuracy")
     }
-    lines = []
-    for algorithm in ("cold", "warm", "pda"):
-        settings = settings_of(f"{dataset}/{algorithm}-{level}", **small)
-        lines += training.run_points([(settings, 1)], data, warm_starts, kind="final", max_steps=3)
-    return dataset, lines
+    assert line["privacy"]["epsilon_pld"] > 0
+    assert line["data"]["label"] == f"synthetic data in the shape of {name.split('/')[0]}"
+    assert line_id(line) == line["id"]
+    json.dumps(line, allow_nan=False)
 
 
 def _linear_task(num_inputs, num_classes, changed=None):
@@ -328,40 +357,28 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_configuration_runs_three_steps(name, monkeypatch):
-    """With small networks, not compiled: what a file asks for is a run that begins and moves.
+def code_path(settings):
+    """Returns everything that decides which code a run executes, apart from the data set."""
+    reads_public, mixes = settings.algorithm != "cold", settings.algorithm == "pda"
+    start = settings.warm_start
+    return (
+        settings.algorithm,
+        settings.noisy_clip_norm > 0,
+        reads_public and (settings.augment_public, start.optimizer, start.average_decay > 0),
+        mixes and (settings.decay_unit, settings.scale_noise),
+    )
 
-    Networks and accountants have tests of their own, above.
-    """
-    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
+
+# The first settings file of each code path; what differs within one is numbers and data.
+PATHS = {code_path(load(CONFIGS / f"{name}.toml")): name for name in reversed(NAMES)}
+
+
+@pytest.mark.parametrize("name", sorted(PATHS.values()))
+def test_every_code_path_runs_three_steps(name, three_steps, monkeypatch):
+    """Small networks suffice: networks and accountants have tests of their own."""
     monkeypatch.setattr(training, "privacy", lambda found, delta: {"num_steps": found.num_steps})
-    monkeypatch.setattr(
-        training, "_calibrated", lambda *_: training.mechanism(settings_of(NAME, batch_size=2), 24)
-    )
-    settings = load(CONFIGS / f"{name}.toml")
-    warm_start = dataclasses.replace(
-        settings.warm_start, max_epochs=1, batch_size=4, patience=1, refit=False
-    )
-    # K is as short as the run, so that α moves.
-    decay = None if settings.decay is None else 2.5 * (24 / 2) ** (settings.decay_unit == "steps")
-    settings = dataclasses.replace(
-        settings, batch_size=2, epochs=2.0, public_batch_size=2, warm_start=warm_start, decay=decay
-    )
-    data = training.Loaded.of(
-        datasets.synthetic(
-            settings.dataset, num_private=24, num_public=8, num_validation=4, num_test=4
-        )
-    )
-    with jax.disable_jit():
-        [found] = training.run_points(
-            [(settings, 1)], data, training.WarmStarts(), kind="final", max_steps=3
-        )
-    assert found["config"] == name
-    assert found["curve"]["step"] == [0, 1, 2, 3]
-    assert all(math.isfinite(value) for value in found["final"].values())
-    losses = found["curve"]["last_test_loss"]
-    assert len(set(losses)) == 4, losses
+    line = three_steps(name, SMALL)
+    assert (line["warm_start"] == {}) == (line["settings"]["algorithm"] == "cold")
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +404,9 @@ def small_runs():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "task", lambda dataset: LINEAR)
+        for point in points:
+            with pytest.warns(RuntimeWarning, match="the warm start did not converge"):
+                warm_starts.get(point[0], data, point[1])
         yield points, go
 
 
@@ -421,15 +441,15 @@ def asked(monkeypatch):
     """`train_sweep` without training: what it was asked, and a state that is not where it began."""
     found = {}
 
-    def fake(loss_fn, params, private, public, **options):
-        found.update(options, loss_fn=loss_fn, private=private, public=public)
-        states = types.SimpleNamespace(
-            params=_moved(options["runs"], 1.0), average=_moved(options["runs"], 2.0)
-        )
-        yield states, [types.SimpleNamespace(step=options["num_steps"])]
+    def fake(step, params, private, public, *, runs, num_steps, options):
+        found.update(step=step, private=private, public=public, runs=runs, num_steps=num_steps)
+        found["steps_per_call"] = options.steps_per_call
+        states = types.SimpleNamespace(params=_moved(runs, 1.0), average=_moved(runs, 2.0))
+        yield states, [types.SimpleNamespace(step=num_steps)]
 
     def pretrain(settings, data, cold, seed):
-        return jax.tree.map(lambda leaf: leaf + 0.1, cold), {}
+        params = jax.tree.map(lambda leaf: leaf + 0.1, cold)
+        return params, {"digest": training._digest(params)}
 
     monkeypatch.setattr(training, "train_sweep", fake)
     monkeypatch.setattr(training, "_warm_start", pretrain)
@@ -472,16 +492,17 @@ def test_a_run_is_what_its_settings_say(asked, made_up):
         decay=2.0,
     )
     run_these(points, made_up)
-    assert asked["mechanism"].l2_clip_norm == 0.7
-    assert asked["mechanism"].noise_multiplier == 1.89
-    assert asked["mechanism"].sampling.sampling_prob == 2 / 24
-    assert asked["num_steps"] == asked["mechanism"].num_steps == 36
-    assert (asked["noisy_clip_norm"], asked["scale_noise"]) == (0.3, False)
-    assert asked["average"] == mirrordp.ExponentialAverage(0.5)
-    assert asked["public_batch_size"] == 3
+    step, mechanism = asked["step"], asked["step"].mechanism
+    assert mechanism.l2_clip_norm == 0.7
+    assert mechanism.noise_multiplier == 1.89
+    assert mechanism.sampling.sampling_prob == 2 / 24
+    assert asked["num_steps"] == mechanism.num_steps == 36
+    assert (step.noisy_clip_norm, step.scale_noise) == (0.3, False)
+    assert step.average == mirrordp.ExponentialAverage(0.5)
+    assert step.public_batch_size == 3
     # Public images are changed at random, private ones never.
-    assert asked["loss_fn"] is SMALL["emnist"].network.loss
-    assert asked["public_loss_fn"] is SMALL["emnist"].augmented_loss
+    assert step.loss_fn is SMALL["emnist"].network.loss
+    assert step.public_loss_fn is SMALL["emnist"].augmented_loss
     assert asked["private"] is made_up.private
     assert asked["public"] is made_up.public
     assert (len(made_up.private), len(made_up.public)) == (24, 8)
@@ -496,10 +517,9 @@ def test_a_run_is_what_its_settings_say(asked, made_up):
     np.testing.assert_allclose(asked["runs"][0].alpha(12), math.cos(math.pi / 4), rtol=1e-6)
 
     run_these(points_of("pda", scale_noise=True, noisy_clip_norm=0.0), made_up)
-    assert (asked["noisy_clip_norm"], asked["scale_noise"]) == (None, True)
-    asked.clear()
+    assert (asked["step"].noisy_clip_norm, asked["step"].scale_noise) == (None, True)
     run_these(points_of("pda", augment_public=False), made_up)
-    assert "public_loss_fn" not in asked
+    assert asked["step"].public_loss_fn is None
 
 
 @pytest.mark.parametrize("algorithm", ["cold", "warm"])
@@ -513,6 +533,18 @@ def test_dp_sgd_sees_no_public_gradient(algorithm, asked, made_up):
         for run, start in zip(asked["runs"], starts, strict=True)
     ]
     assert same == [algorithm == "cold"] * 2
+
+
+def test_warm_and_pda_begin_at_one_point_and_cold_elsewhere(asked, made_up):
+    warm_starts = training.WarmStarts()
+    cold, warm, pda = (
+        training.run_points(points_of(name, (1,)), made_up, warm_starts, kind="final")[0]
+        for name in ("cold", "warm", "pda")
+    )
+    assert [line["settings"]["algorithm"] for line in (cold, warm, pda)] == ["cold", "warm", "pda"]
+    assert cold["warm_start"] == {}
+    assert results.same_start(warm, pda)
+    assert not results.same_start(cold, warm)
 
 
 def test_curves_are_of_the_part_and_the_iterate_that_they_name(asked, made_up):
@@ -1009,6 +1041,7 @@ def test_warm_starts_are_kept_in_files(tmp_path, monkeypatch):
         calls.append(seed)
         return jax.tree.map(lambda leaf: leaf + len(calls), cold), {"digest": str(len(calls))}
 
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
     monkeypatch.setattr(training, "_warm_start", pretrain)
     first, about = training.WarmStarts(tmp_path).get(base, data, 1)
     again, about_again = training.WarmStarts(tmp_path).get(base, data, 1)
@@ -1036,6 +1069,7 @@ def test_processes_that_share_a_folder_share_a_warm_start(tmp_path, monkeypatch)
         time.sleep(0.5)
         return jax.tree.map(lambda leaf: leaf + len(calls), cold), {"digest": str(len(calls))}
 
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
     monkeypatch.setattr(training, "_warm_start", pretrain)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(training.WarmStarts(tmp_path).get, base, data, 1)
@@ -1075,6 +1109,7 @@ def test_the_warm_start_is_averaged_as_the_settings_say(decay, average, monkeypa
         asked.update(options)
         return mirrordp.updates.public.WarmStart(params, True, 1, np.ones(1), np.ones(1))
 
+    monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
     monkeypatch.setattr(mirrordp, "warm_start", fake)
     data = training.Loaded.of(datasets.synthetic("emnist", num_private=64, num_public=16))
     base = load(CONFIGS / "emnist" / "warm-s1.89.toml")
