@@ -1,6 +1,10 @@
 """Users and sweeps: charged before anything can be seen, kept like any run, or refused."""
 
+import itertools
+import shutil
+
 import dp_accounting
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,9 +23,10 @@ from mirrordp import (
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training import AdaptiveClip, engine, federated
 from mirrordp.training.bookkeeping import Books
-from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
+from mirrordp.training.checkpoint import CheckpointError, checkpoint_files, is_unfinished
 from mirrordp.training.sweep import SweepRun
 from tests import test_federated, tools
+from tests.test_checkpoint import contents
 from tests.test_federated import PUBLIC, clients
 from tests.test_training import bits
 from tests.tools import last
@@ -58,6 +63,10 @@ def recorded(order, name, function):
         return function(*args, **options)
 
     return called
+
+
+def distinct(order):
+    return [name for name, _ in itertools.groupby(order)]
 
 
 @pytest.fixture
@@ -133,6 +142,15 @@ class TestUsersOnABudget:
         assert budget.status.runs == 1
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The folder of a run that was left after one yield, begun in two attempts."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    interrupted(rounds(checkpoint=Checkpoint(folder)), 0)
+    interrupted(rounds(checkpoint=Checkpoint(folder, resume=True)), 1)
+    return folder
+
+
 class TestUsersWithACheckpoint:
     @pytest.mark.parametrize("yields", [0, 1, 3])
     def test_resumed_to_the_bit(self, tmp_path, yields):
@@ -160,9 +178,10 @@ class TestUsersWithACheckpoint:
         ):
             function = recorded(order, name, getattr(owner, attribute))
             monkeypatch.setattr(owner, attribute, function)
-        for _ in rounds(checkpoint=Checkpoint(tmp_path / "run"), users_per_pass=16):
+        for _ in rounds(checkpoint=Checkpoint(tmp_path / "run")):
             order.append("yield")
-        assert order == ["save", *["charge", "run", "save", "yield"] * 3]
+        # A block of users takes several compiled calls.
+        assert distinct(order) == ["save", *["charge", "run", "save", "yield"] * 3]
 
     def test_charged_once_on_a_budget(self, tmp_path, budget, monkeypatch):
         steps = rounds(spend=budget, checkpoint=Checkpoint(tmp_path / "run"))
@@ -199,13 +218,13 @@ class TestUsersWithACheckpoint:
             ({"stream": False}, "stream"),
         ],
     )  # fmt: skip
-    def test_another_run(self, tmp_path, options, named):
-        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run")), 0)
-        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run", resume=True)), 1)
+    def test_another_run(self, begun, tmp_path, options, named):
+        folder = shutil.copytree(begun, tmp_path / "run")
         with pytest.raises(CheckpointError, match=f"differs in: .*{named}"):
-            rounds(**options, checkpoint=Checkpoint(tmp_path / "run", resume=True))
-        # The folder is not left locked.
-        interrupted(rounds(checkpoint=Checkpoint(tmp_path / "run", resume=True)), 1)
+            rounds(**options, checkpoint=Checkpoint(folder, resume=True))
+        # Nothing was lost by trying, and the folder is not left locked.
+        assert contents(folder) == contents(begun)
+        assert is_unfinished(folder)
 
     def test_refused(self, tmp_path):
         state, _ = next(rounds())
@@ -309,3 +328,170 @@ class TestSweeps:
         with pytest.raises(ValueError, match="do not share their noise, got seed 3 twice"):
             sweep([SweepRun(seed=3), SweepRun(seed=4), SweepRun(seed=3)], spend=budget)
         assert budget.status.charges == 0
+
+
+TWO = [SweepRun(seed=1), SweepRun(seed=2, alpha=[0.0] * 5 + [0.5] * 7)]
+"""The second run reads nothing in the first block of five."""
+SHORT = tools.mechanism(num_steps=2)
+
+
+def steps_of_the_books(monkeypatch, number):
+    """Makes step `number` of the bookkeeping of a sweep fail, as if the process had been killed.
+
+    Returns:
+        What was done, in order.
+    """
+    done = []
+
+    def dying(name, right):
+        def called(*args, **options):
+            if len(done) == number:
+                raise KeyboardInterrupt
+            done.append(name)
+            return right(*args, **options)
+
+        return called
+
+    for name, owner, attribute in (
+        ("save", Books, "_save"),
+        ("claim", Budget, "claim_seed"),
+        ("charge", Budget, "charge"),
+        ("run", engine, "_run_passes"),
+        ("finish", Books, "finish"),
+    ):
+        monkeypatch.setattr(owner, attribute, dying(name, getattr(owner, attribute)))
+    return done
+
+
+class TestSweepsWithACheckpoint:
+    @pytest.fixture
+    def nothing_compared(self):
+        """Runs that are the same need not be compared, which takes most of the time."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_configuration", lambda *_: {})
+            patch.setattr("mirrordp.training.checkpoint._noise_program", lambda: "")
+            yield
+
+    @pytest.fixture
+    def budget(self, tmp_path):
+        with Budget.create(tmp_path / "budget", epsilon=3, delta=1e-6, data=ROWS) as budget:
+            yield budget
+
+    @pytest.mark.parametrize("yields", [0, 1, 3])
+    def test_resumed_to_the_bit(self, tmp_path, yields):
+        whole = list(sweep(TWO, show_unprivatized=True))
+        folder = tmp_path / "run"
+        options = {"runs": TWO, "show_unprivatized": True}
+        interrupted(sweep(**options, checkpoint=Checkpoint(folder)), yields)
+        resumed = list(sweep(**options, checkpoint=Checkpoint(folder, resume=True)))
+        assert len(resumed) == 3 - max(0, yields - 1)
+        for (state, infos), (expected, shown) in zip(resumed[::-1], whole[::-1], strict=False):
+            assert bits(state) == bits(expected)
+            for info, other in zip(infos, shown, strict=True):
+                assert (info.step, info.charged_steps) == (other.step, other.charged_steps)
+                assert bits((info.alpha, info.noisy_grad_norm, info.unprivatized)) == bits(
+                    (other.alpha, other.noisy_grad_norm, other.unprivatized)
+                )
+        ledger = FileLedger.read(folder / "ledger.jsonl")
+        one = tools.mechanism().event.event
+        assert ledger.event == dp_accounting.SelfComposedDpEvent(one, 12 + 7)
+        names = {record["run"] for record in ledger.records if "run" in record}
+        (name,) = {run.rpartition("-")[0] for run in names}
+        assert names == {f"{name}-0", f"{name}-1"}
+        assert not checkpoint_files(folder)
+
+    def test_randomness_of_the_system_is_kept_for_every_run(self, tmp_path):
+        runs = [SweepRun(), SweepRun()]
+        steps = sweep(runs, checkpoint=Checkpoint(tmp_path / "run"))
+        before, _ = next(steps)
+        steps.close()
+        resumed = sweep(runs, checkpoint=Checkpoint(tmp_path / "run", resume=True))
+        (again, infos), (after, _) = next(resumed), next(resumed)
+        assert bits(again) == bits(before)
+        assert [info.seeded for info in infos] == [False, False]
+        keys = np.asarray(jax.random.key_data(after.noise_state[0])).reshape(2, -1)
+        assert not np.array_equal(keys[0], keys[1])
+
+    def test_a_crash_between_any_two_steps(self, tmp_path, monkeypatch, nothing_compared):
+        """Whatever was done last: the same result, every seed noted and every step charged once."""
+        runs = [SweepRun(seed=1), SweepRun(seed=2, alpha=0.5)]
+        options = {"runs": runs, "mechanism": SHORT, "steps_per_call": 1}
+        whole, _ = last(sweep(**options))
+        block = ["charge", "charge", "run", "save"]
+        everything = ["save", "claim", "claim", *block, *block, "finish"]
+        for number in range(len(everything) + 1):
+            folder = tmp_path / str(number)
+            with Budget.create(folder / "b", epsilon=3, delta=1e-6, data=ROWS) as budget:
+                options |= {"spend": budget}
+                done = steps_of_the_books(monkeypatch, number)
+                try:
+                    list(sweep(**options, checkpoint=Checkpoint(folder / "run")))
+                except KeyboardInterrupt:
+                    assert number < len(everything)
+                monkeypatch.undo()
+                assert done == everything[:number]
+                if number < len(everything):
+                    resumed = sweep(**options, checkpoint=Checkpoint(folder / "run", resume=True))
+                    assert bits(last(resumed)[0]) == bits(whole), done
+                kinds = [record["kind"] for record in budget.ledger.records]
+                assert kinds.count("seed") == 2
+                assert budget.ledger.event == dp_accounting.SelfComposedDpEvent(
+                    SHORT.event.event, 4
+                )
+                assert budget.status.runs == 2
+            assert not checkpoint_files(folder / "run")
+
+    def test_a_seed_that_another_run_took_before_it_was_noted(self, budget, tmp_path, monkeypatch):
+        options = {"mechanism": SHORT, "spend": budget}
+        steps_of_the_books(monkeypatch, 2)  # one of the two seeds is noted
+        with pytest.raises(KeyboardInterrupt):
+            next(sweep([TWO[0], SweepRun(seed=5)], **options,
+                       checkpoint=Checkpoint(tmp_path / "run")))  # fmt: skip
+        monkeypatch.undo()
+        with pytest.raises(BudgetError, match="got seed 1 again"):
+            sweep([SweepRun(seed=1)], **options)
+        last(sweep([SweepRun(seed=5)], **options))
+        spent = budget.status
+        with pytest.raises(BudgetError, match="got seed 5 again"):
+            sweep([TWO[0], SweepRun(seed=5)], **options,
+                  checkpoint=Checkpoint(tmp_path / "run", resume=True))  # fmt: skip
+        assert budget.status == spent
+
+    def test_what_was_charged_needs_no_room_and_the_rest_does(self, budget, tmp_path):
+        """One sweep was charged in full before the budget was used up, another one in part."""
+        full, part = Checkpoint(tmp_path / "full", keep=True), Checkpoint(tmp_path / "part")
+        runs = [SweepRun(seed=3), SweepRun(seed=4)]
+        last(sweep(TWO, spend=budget, checkpoint=full))
+        interrupted(sweep(runs, spend=budget, checkpoint=part), 1)
+        budget.charge(dp_accounting.GaussianDpEvent(1.01 * budget.least_noise))
+        spent = budget.status
+        again = Checkpoint(full.folder, keep=True, resume=True)
+        assert len(list(sweep(TWO, spend=budget, checkpoint=again))) == 1
+        with pytest.raises(BudgetError, match="within the budget"):
+            sweep(runs, spend=budget, checkpoint=Checkpoint(part.folder, resume=True))
+        assert budget.status == spent
+
+    @pytest.mark.parametrize(
+        ("runs", "named"),
+        [
+            (TWO[::-1], "seed"),
+            (TWO[:1], "seed"),
+            ([*TWO, SweepRun(seed=3)], "seed"),
+            ([TWO[0], SweepRun(seed=2)], "alpha"),
+            ([TWO[0]._replace(hyperparams={"learning_rate": 0.2}), TWO[1]], "starting parameters"),
+        ],
+    )
+    def test_another_sweep(self, tmp_path, runs, named):
+        folder = tmp_path / "run"
+        interrupted(sweep(TWO, checkpoint=Checkpoint(folder)), 1)
+        before = contents(folder)
+        with pytest.raises(CheckpointError, match=f"differs in: .*{named}"):
+            sweep(runs, checkpoint=Checkpoint(folder, resume=True))
+        assert contents(folder) == before
+        assert is_unfinished(folder)
+
+    def test_fewer_steps_than_were_charged(self, budget, tmp_path):
+        folder = tmp_path / "run"
+        interrupted(sweep(TWO[:1], spend=budget, checkpoint=Checkpoint(folder)), 2)
+        with pytest.raises(CheckpointError, match=r"differs in: .*alpha"):
+            sweep(TWO[:1], num_steps=5, spend=budget, checkpoint=Checkpoint(folder, resume=True))

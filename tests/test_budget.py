@@ -69,7 +69,7 @@ def train(budget, private=ROWS, **options):
     }  # fmt: skip
     theta = np.zeros(tools.FEATURES, np.float32)
     return tools.train(
-        tools.squared_distance, theta, private, budget=budget, **(defaults | options)
+        tools.squared_distance, theta, private, spend=budget, **(defaults | options)
     )
 
 
@@ -360,7 +360,7 @@ class TestRuns:
 
         monkeypatch.setattr(linear, "private_descent", watched)
         model = PrivateLinearRegression(1.0, DELTA, random_state=0)
-        model.fit(x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40), budget=budget)
+        model.fit(x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40), spend=budget)
         assert model.n_iter_ > 0
         expected = 1.0 / EPSILON**2
         assert seen == [budget.status.used]
@@ -441,9 +441,9 @@ class TestRuns:
         with pytest.raises(LedgerError, match="budget init"):
             Budget.open(tmp_path / "b")
 
-    def test_ledger_and_budget_exclude_each_other(self, budget):
-        with pytest.raises(ValueError, match="got both"):
-            train(budget, ledger=mirrordp.Ledger(Adjacency.ZERO_OUT))
+    def test_its_folder_is_no_budget_to_spend(self, budget, folder):
+        with pytest.raises(TypeError, match="spend must be Ledger or Budget, got str"):
+            train(str(folder))
 
 
 HOLD = """
@@ -517,14 +517,11 @@ class TestOneHolder:
                 duplicate(held)
 
     def test_its_ledger_is_not_charged_behind_its_back(self, budget, folder):
-        options = {"mechanism": mechanism(), "optimizer": sgd(0.1)}
+        step = mirrordp.TrainStep(tools.squared_distance, mechanism(), sgd(0.1))
         for charge in (mirrordp.train, mirrordp.train_sweep):
             runs = {"runs": [SweepRun()]} if charge is mirrordp.train_sweep else {}
             with pytest.raises(ValueError, match="the ledger of a budget"):
-                charge(
-                    tools.squared_distance, np.zeros(tools.FEATURES), ROWS,
-                    ledger=budget.ledger, **options, **runs,
-                )  # fmt: skip
+                charge(step, np.zeros(tools.FEATURES), ROWS, spend=budget.ledger, **runs)
 
 
 class TestSeeds:
@@ -553,15 +550,15 @@ class TestSeeds:
                     mechanism=mechanism(),
                     optimizer=sgd(0.1),
                     runs=[SweepRun(seed=3), SweepRun(seed=7)],
-                    budget=budget,
+                    spend=budget,
                 )
             assert budget.ledger.position == length
 
     def test_one_that_a_sweep_had(self, budget):
-        tools.train_sweep(
+        tools.last(tools.train_sweep(
             tools.squared_distance, np.zeros(tools.FEATURES, np.float32), ROWS,
-            mechanism=mechanism(), optimizer=sgd(0.1), runs=[SweepRun(seed=3)], budget=budget,
-        )  # fmt: skip
+            mechanism=mechanism(), optimizer=sgd(0.1), runs=[SweepRun(seed=3)], spend=budget,
+        ))  # fmt: skip
         with pytest.raises(BudgetError, match="got seed 3 again"):
             train(budget, seed=3)
 
@@ -570,10 +567,10 @@ class TestSeeds:
         x, public_x = rng.normal(size=(300, 2)), rng.normal(size=(40, 2))
         model = PrivateLinearRegression(0.5, DELTA, random_state=3)
         data = x, x[:, 0], public_x, public_x[:, 0] + rng.normal(size=40)
-        model.fit(*data, budget=budget)
+        model.fit(*data, spend=budget)
         assert model.n_iter_ > 0
         with pytest.raises(BudgetError, match="got seed 3 again"):
-            model.set_params(num_steps=9).fit(*data, budget=budget)
+            model.set_params(num_steps=9).fit(*data, spend=budget)
         assert budget.status.runs == 1
 
     def test_one_that_a_run_with_a_checkpoint_has(self, budget, tmp_path):
@@ -594,9 +591,9 @@ class TestSeeds:
 
     def test_a_seed_is_an_integer(self, budget):
         """NumPy draws the same from [5] as from 5."""
-        for options in ({"budget": budget}, {"budget": None}):
+        for spend in (budget, None):
             with pytest.raises(TypeError):
-                train(seed=[5], **options)
+                train(spend, seed=[5])
 
     def test_the_ledger_does_not_show_it(self, budget, folder):
         tools.last(train(budget, seed=123456789))

@@ -5,6 +5,9 @@ import functools
 import json
 import os
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -29,6 +32,7 @@ from mirrordp.training.checkpoint import (
     Saved,
     checkpoint_files,
     from_arrays,
+    is_unfinished,
     program,
     to_arrays,
 )
@@ -73,6 +77,25 @@ def interrupted(folder, yields, **options):
 @functools.cache
 def uninterrupted():
     return last(run())
+
+
+def contents(folder):
+    """The files of a run folder, except locks, which hold nothing."""
+    files = [path for path in folder.iterdir() if not path.name.endswith("lock")]
+    return {path.name: path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The folder of a run that was left after one yield; tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    interrupted(folder, 1)
+    return folder
+
+
+@pytest.fixture
+def folder(begun, tmp_path):
+    return shutil.copytree(begun, tmp_path / "run")
 
 
 class TestResume:
@@ -183,10 +206,14 @@ class TestResume:
         ledger = FileLedger.read(tmp_path / "run" / "ledger.jsonl")
         assert ledger.event == dp_accounting_repeated(MECHANISM.event, 2)
 
-    def test_an_unfinished_run_is_not_overwritten(self, tmp_path):
-        interrupted(tmp_path / "run", 1)
+    def test_an_unfinished_run_is_not_overwritten(self, folder):
         with pytest.raises(CheckpointError, match="Resume it"):
-            run(tmp_path / "run")
+            run(folder)
+
+    def test_a_seed_however_it_is_written(self, tmp_path):
+        interrupted(tmp_path / "run", 1, seed=True)
+        state, _ = last(run(tmp_path / "run", resume=True, seed=np.uint8(1)))
+        assert bits(state) == bits(last(run(seed=1))[0])
 
     def test_with_a_ledger_file_of_ones_own(self, tmp_path):
         with FileLedger.create(tmp_path / "ledger.jsonl", MECHANISM.adjacency) as ledger:
@@ -246,21 +273,26 @@ class TestRefused:
             ({"public": PublicData(tools.features(rows=10, seed=2))}, "public data"),
         ],
     )
-    def test_another_run(self, tmp_path, options, named):
-        interrupted(tmp_path / "run", 1)
+    def test_another_run(self, folder, options, named):
+        before = contents(folder)
         with pytest.raises(CheckpointError, match=f"differs in:.*{named}"):
-            run(tmp_path / "run", resume=True, **options)
-        # Nothing was lost by trying.
-        state, _ = last(run(tmp_path / "run", resume=True))
+            run(folder, resume=True, **options)
+        # Nothing was lost by trying, and the folder is not left locked.
+        assert contents(folder) == before
+        assert is_unfinished(folder)
+
+    def test_nothing_is_lost_by_trying_another_run(self, folder):
+        with pytest.raises(CheckpointError, match=r"differs in:.*alpha"):
+            run(folder, resume=True, alpha=0.6)
+        state, _ = last(run(folder, resume=True))
         assert bits(state) == bits(uninterrupted()[0])
 
-    def test_another_version_of_a_library(self, tmp_path, monkeypatch):
-        interrupted(tmp_path / "run", 1)
+    def test_another_version_of_a_library(self, folder, monkeypatch):
         monkeypatch.setattr(
             "mirrordp.training.checkpoint.library_versions", lambda: {"jax": "0.0.1"}
         )
         with pytest.raises(CheckpointError, match=r"version of jax \(.* then, 0.0.1 now\)"):
-            run(tmp_path / "run", resume=True)
+            run(folder, resume=True)
 
     def test_another_way_to_draw_from_a_key(self, tmp_path):
         """Steps that were shown and not kept would be shown again with other noise, for nothing."""
@@ -275,8 +307,7 @@ class TestRefused:
         state, _ = last(run(tmp_path / "run", resume=True, every=2))
         assert bits(state) == bits(uninterrupted()[0])
 
-    def test_batches_that_come_out_another_way(self, tmp_path, monkeypatch):
-        interrupted(tmp_path / "run", 1)
+    def test_batches_that_come_out_another_way(self, folder, monkeypatch):
         right = engine.randomness
 
         def other_batches(*args, **options):
@@ -284,7 +315,7 @@ class TestRefused:
 
         monkeypatch.setattr(engine, "randomness", other_batches)
         with pytest.raises(CheckpointError, match="to be drawn again as they were"):
-            next(run(tmp_path / "run", resume=True))
+            next(run(folder, resume=True))
 
     def test_another_number_of_processors_where_steps_are_replayed(self, tmp_path, monkeypatch):
         """What counts are those that the process may use: `taskset` changes how sums are cut."""
@@ -350,11 +381,10 @@ class TestRefused:
         steps.close()
         last(run(tmp_path / "run", resume=True))
 
-    def test_a_mistake_leaves_no_lock_behind(self, tmp_path):
-        interrupted(tmp_path / "run", 1)
+    def test_a_mistake_leaves_no_lock_behind(self, folder):
         with pytest.raises(CheckpointError, match="differs") as kept:
-            run(tmp_path / "run", resume=True, seed=5)
-        last(run(tmp_path / "run", resume=True))
+            run(folder, resume=True, seed=5)
+        last(run(folder, resume=True))
         assert kept.tb is not None  # its frames were alive all the while
 
     def test_rare_checkpoints_need_exact_replay(self, tmp_path, monkeypatch):
@@ -436,15 +466,17 @@ class TestDamage:
 
     def test_a_real_full_disk(self, tmp_path):
         """A limit on the size of files, which the kernel enforces."""
-        code = subprocess.run(
-            [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert code.stdout.startswith("CheckpointError: expected a run folder"), code
-        assert "File too large" in code.stdout
+        steps = run(tmp_path / "run", params=jnp.zeros(1000), loss=first_three)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"run folder .*File too large"):
+                next(steps)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        assert not FileLedger.read(tmp_path / "run" / "ledger.jsonl").records[1:]
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").write_text("")
@@ -452,21 +484,8 @@ class TestDamage:
             run(tmp_path / "file" / "run")
 
 
-FULL_DISK = """
-import resource, signal, sys
-import jax.numpy as jnp
-import mirrordp
-from tests import tools
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-try:
-    mirrordp.Checkpoint(sys.argv[1])
-    run = mirrordp.Checkpoint(sys.argv[1]).open(mirrordp.Adjacency.ZERO_OUT)
-    run.verify({}, [0])
-    run.save({}, {"w": jnp.zeros(1000)})
-except mirrordp.spending.StorageError as error:
-    print(f"{type(error).__name__}: {error}")
-"""
+def first_three(params, example):
+    return tools.squared_distance(params[:3], example)
 
 
 def raise_full(*_, **__):
@@ -676,10 +695,12 @@ class TestFit:
 
         whole = model().fit(*data)
         monkeypatch.setattr(linear, "private_descent", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        # A fit that was interrupted counts as one that ran.
+        with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="one of 2 private"):
             model().fit(*data, checkpoint=Checkpoint(tmp_path / "run"))
         monkeypatch.undo()
-        resumed = model().fit(*data, checkpoint=Checkpoint(tmp_path / "run", resume=True))
+        with pytest.warns(UserWarning, match="one of 3 private"):
+            resumed = model().fit(*data, checkpoint=Checkpoint(tmp_path / "run", resume=True))
         assert resumed.coef_.tobytes() == whole.coef_.tobytes()
         assert not checkpoint_files(tmp_path / "run")
         ledger = FileLedger.read(tmp_path / "run" / "ledger.jsonl")

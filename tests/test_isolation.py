@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import mirrordp
 from mirrordp import Ledger, PrivateData, TrainStep
 from mirrordp.privacy import _isolation, clipping, ghost
-from mirrordp.training.federated import FederatedStep
+from mirrordp.training.federated import FederatedStep, UserBatch
 from mirrordp.training.sweep import SweepRun
 from tests import test_federated, tools
 
@@ -161,7 +161,7 @@ def test_keys_that_are_given(impl):
     step = users(tools.squared_distance)
     state = step.init(THETA, jax.random.key(0))
     with refused("random"):
-        step.private_sum(state, ROWS[:, None], jnp.ones(len(ROWS)), nobody, keys)
+        step.private_sum(state, UserBatch(ROWS[:, None], jnp.ones(len(ROWS))), nobody, keys)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "philox2x32", "philox4x32", "rbg", "unsafe_rbg"])
@@ -236,10 +236,9 @@ class TestRuns:
         keys = jax.random.split(jax.random.key(1), 8)
 
         def total(chosen):
-            counts = jnp.full(len(chosen), 5)
+            users = UserBatch(rows[chosen], jnp.full(len(chosen), 5))
             padding = jnp.zeros(len(chosen), bool)
-            found, _ = step.private_sum(state, rows[chosen], counts, padding, keys[chosen])
-            return found.floats().delta
+            return step.private_sum(state, users, padding, keys[chosen]).total.floats().delta
 
         alone = sum(total(np.array([user])) for user in range(8))
         np.testing.assert_allclose(total(np.arange(8)), alone, atol=1e-6)

@@ -192,16 +192,17 @@ class TestRoundedGaussian:
 def stream(stddev, num_steps, size=2000):
     """Noise on sums of zero, [steps, coordinates], from one compiled scan."""
     zeros = {"a": jnp.zeros(size // 2), "b": jnp.zeros((2, size // 4))}
-    privatizer = SecureGaussianNoise(num_params=size).privatizer(stddev, jax.random.key(0))
+    noise = SecureGaussianNoise(num_params=size)
 
     def step(state, _):
-        noisy, state = privatizer.update(zeros, state)
+        noisy, state = noise.add(zeros, state, stddev)
         return state, jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noisy)])
 
-    return np.asarray(jax.jit(lambda: jax.lax.scan(step, privatizer.init(zeros), length=20)[1])())
+    start = noise.init(jax.random.key(0), zeros)
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, start, length=num_steps)[1])())
 
 
-class TestPrivatizer:
+class TestAdd:
     @pytest.mark.parametrize("stddev", [0.3, 25.0])
     def test_scale_and_independence(self, stddev):
         samples = stream(stddev, 20)
@@ -219,32 +220,36 @@ class TestPrivatizer:
         granularity = secure_noise.granularity(3.0)
         assert granularity == 2.0 ** (1 - 20)
         sums = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
-        privatizer = secure_noise.privatizer(3.0, jax.random.key(0))
-        noisy, _ = jax.jit(privatizer.update)(sums, privatizer.init(sums))
+        state = secure_noise.init(jax.random.key(0), sums)
+        noisy, _ = jax.jit(lambda sums, state: secure_noise.add(sums, state, 3.0))(sums, state)
         steps = np.asarray(noisy, np.float64) / granularity
         np.testing.assert_array_equal(steps, np.rint(steps))
         # The default noise does not.
-        plain = mirrordp.GaussianNoise().privatizer(3.0, jax.random.key(0))
-        steps = np.asarray(plain.update(sums, plain.init(sums))[0], np.float64) / granularity
+        plain = mirrordp.GaussianNoise()
+        noisy, _ = plain.add(sums, plain.init(jax.random.key(0), sums), 3.0)
+        steps = np.asarray(noisy, np.float64) / granularity
         assert np.any(steps != np.rint(steps))
 
     def test_the_same_key_and_state_give_other_noise(self):
         zeros = jnp.zeros(50)
-        privatizer = SecureGaussianNoise(num_params=50).privatizer(1.0, jax.random.key(0))
-        update = jax.jit(privatizer.update)
-        first, second = (update(zeros, privatizer.init(zeros))[0] for _ in range(2))
+        noise = SecureGaussianNoise(num_params=50)
+        add = jax.jit(lambda state: noise.add(zeros, state, 1.0)[0])
+        first, second = (add(noise.init(jax.random.key(0), zeros)) for _ in range(2))
         assert np.all(np.asarray(first) != np.asarray(second))
 
     def test_mapped_steps_have_their_own_noise(self):
         zeros = jnp.zeros(50)
-        privatizer = SecureGaussianNoise(num_params=50).privatizer(1.0, jax.random.key(0))
-        noisy = jax.vmap(lambda state: privatizer.update(zeros, state)[0])(jnp.zeros(2, jnp.int32))
+        noise = SecureGaussianNoise(num_params=50)
+        states = jnp.zeros(2, jnp.int32)
+        noisy = jax.vmap(lambda state: noise.add(zeros, state, 1.0)[0])(states)
         assert np.all(np.asarray(noisy[0]) != np.asarray(noisy[1]))
 
     def test_more_coordinates_than_charged(self):
-        privatizer = SecureGaussianNoise(num_params=3).privatizer(1.0, jax.random.key(0))
+        noise = SecureGaussianNoise(num_params=3)
         with pytest.raises(ValueError, match="made for num_params=3 coordinates, got 4"):
-            privatizer.init(jnp.zeros(4))
+            noise.init(jax.random.key(0), jnp.zeros(4))
+        with pytest.raises(ValueError, match="made for num_params=3 coordinates, got 4"):
+            noise.add(jnp.zeros(4), jnp.zeros([], jnp.int32), 1.0)
 
 
 def rounded(values: np.ndarray, granularity: float) -> np.ndarray:
@@ -487,15 +492,15 @@ class TestEstimators:
         rows = mirrordp.PrivateData(data[0])
         with mirrordp.Budget.create(tmp_path / "b", epsilon=3, delta=1e-5, data=rows) as budget:
             with pytest.raises(ValueError, match="cannot be repeated, got random_state=3"):
-                private_model(secure=True, random_state=3).fit(*data, budget=budget)
+                private_model(secure=True, random_state=3).fit(*data, spend=budget)
             with pytest.raises(ValueError, match="secure noise cannot be repeated"):
                 private_model(secure=True).fit(
-                    *data, budget=budget, checkpoint=mirrordp.Checkpoint(tmp_path / "run")
+                    *data, spend=budget, checkpoint=mirrordp.Checkpoint(tmp_path / "run")
                 )
             assert budget.status.charges == 0
             with pytest.raises(TypeError, match="secure must be bool"):
                 private_model(secure="yes").fit(*data)
-            private_model(secure=True).fit(*data, budget=budget)
+            private_model(secure=True).fit(*data, spend=budget)
             assert budget.status.charges == 1
         assert not (tmp_path / "run").exists()
 
@@ -567,7 +572,7 @@ class TestRefused:
         ledger = mirrordp.Ledger(Adjacency.ZERO_OUT)
         mechanism = tools.mechanism(noise=SecureGaussianNoise(num_params=2))
         with pytest.raises(ValueError, match="num_params=2 coordinates, got 3"):
-            next(run(mechanism, ledger=ledger))
+            next(run(mechanism, spend=ledger))
         assert ledger.epsilon(1e-5).epsilon == 0
 
     def test_no_noise(self):

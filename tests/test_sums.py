@@ -15,13 +15,13 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp.linear.descent import SQUARED_ERROR, ClippedSum, Rows
+from mirrordp.linear.descent import ClippedSum, Rows
+from mirrordp.mirror.families import SQUARED_ERROR
 from mirrordp.privacy import clipping, ghost, sums
 from mirrordp.privacy.ghost import _factors
 from mirrordp.privacy.sampling import PADDING, in_random_places
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.training import federated
-from mirrordp.training.central import add_sums
 from tests import tools
 
 
@@ -102,15 +102,15 @@ def test_passes_withstand_the_attack():
         mechanism=tools.mechanism(l2_clip_norm=1.0),
         optimizer=optax.sgd(0.1),
     )
-    params = jnp.zeros([])
+    state = step.init(jnp.zeros([]), jax.random.key(0))
 
     @jax.jit
     def run(is_padding):
         def one_pass(total, row):
-            return add_sums(total, step.private_sum(params, *row, None)), None
+            return total.plus(step.private_sum(state, *row, None)), None
 
         rows = (jnp.asarray(numbers)[:, None], is_padding[:, None])
-        return jax.lax.scan(one_pass, step.nothing_yet(params), rows)[0][0]
+        return jax.lax.scan(one_pass, step.zero_sum(state), rows)[0].total
 
     assert 0.99 < distance(*map(run, neighbours(len(numbers), victim))) <= 1
 
@@ -129,16 +129,17 @@ def test_users_one_by_one_withstand_the_attack():
     """Adds up users one by one, as a Flower server adds up replies."""
     numbers, victim = attack(8, 250)
     step = federated_step()
+    start = step.zero_sum(step.init(jnp.zeros(1), jax.random.key(0)))
 
     @jax.jit
     def run(is_padding):
         def one_user(total, user):
             number, is_padding = user
             delta = jnp.where(is_padding, 0.0, number) * jnp.ones(1)
-            return total + step.one_sum(step.contribution(delta, 1.0)[0]), None
+            return total.plus(step.one_sum(step.contribution(delta, 1.0)[0])), None
 
         users = (jnp.asarray(numbers), is_padding)
-        return jax.lax.scan(one_user, step.zero_sum(jnp.zeros(1)), users)[0]
+        return jax.lax.scan(one_user, start, users)[0].total
 
     assert 0.99 < distance(*map(run, neighbours(len(numbers), victim))) <= 1
 
@@ -164,9 +165,9 @@ def test_a_user_adds_the_same_in_every_place():
 
     @jax.jit
     def alone(order, place):
-        users = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], examples)
-        padding = jnp.arange(7) != place
-        return step.private_sum(state, users, jnp.full(7, 5), padding, keys[order])[0]
+        rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], examples)
+        users = federated.UserBatch(rows, jnp.full(7, 5))
+        return step.private_sum(state, users, jnp.arange(7) != place, keys[order]).total
 
     for user in (0, 3):
         orders = [np.roll(np.arange(7), shift) for shift in range(7)]

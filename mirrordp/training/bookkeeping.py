@@ -127,19 +127,19 @@ class Books:
         budget = self._budget
         if budget is None:
             return
-        charged = [max(self._first, self._charged_steps(name)) for name in self._names]
+        # A request for fewer steps than were charged is refused later, as another run.
+        charged = [
+            min(count, max(self._first, self._charged_steps(name)))
+            for name, count in zip(self._names, num_steps, strict=True)
+        ]
         if len(num_steps) == 1:
             budget.admit(self._mechanism, charged_steps=charged[0], num_steps=num_steps[0])
         elif not any(charged):
             budget.admit_all(self._mechanism, list(num_steps))
         else:
             budget.check_kind(self._mechanism)
-            rest = [
-                self._mechanism.event_between(before, after)
-                for before, after in zip(charged, num_steps, strict=True)
-                if after > before
-            ]
-            budget.admit_event(dp_accounting.ComposedDpEvent(rest))
+            rest = map(self._mechanism.event_between, charged, num_steps)
+            budget.admit_event(dp_accounting.ComposedDpEvent(list(rest)))
         if private is not None:
             budget.check_rows(private)
         for seed, name in zip(self.seeds, self._names, strict=True):

@@ -25,6 +25,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import secrets
@@ -245,7 +246,8 @@ class RunFolder:
             **{f"version of {name}": version for name, version in library_versions().items()},
             "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
             "seed": ", ".join(
-                "from the operating system" if seed is None else str(seed) for seed in seeds
+                "from the operating system" if seed is None else str(operator.index(seed))
+                for seed in seeds
             ),
             # What a key stands for is also up to settings of JAX (jax_threefry_partitionable).
             "noise of a key": _noise_program(),
@@ -254,7 +256,9 @@ class RunFolder:
             _IS_RARE: str(self._checkpoint.every > 1),
         }
         if self.saved is None:
-            self._entropy = [secrets.randbits(128) if seed is None else seed for seed in seeds]
+            self._entropy = [
+                secrets.randbits(128) if seed is None else operator.index(seed) for seed in seeds
+            ]
         self._configuration = described
         if self.saved is not None:
             self._compare(self.saved.configuration, described)
