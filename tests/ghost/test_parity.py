@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_reserved")
 def cast(tree, dtype):
     def one(leaf):
         leaf = np.asarray(leaf)
-        return jnp.asarray(leaf, dtype if np.issubdtype(leaf.dtype, np.floating) else leaf.dtype)
+        return jnp.asarray(leaf, dtype if np.issubdtype(leaf.dtype, np.floating) else None)
 
     return jax.tree.map(one, tree)
 
