@@ -68,9 +68,7 @@ def train(budget, private=ROWS, **options):
         "mechanism": mechanism(), "optimizer": sgd(0.1), "seed": next(SEEDS), "steps_per_call": 5
     }  # fmt: skip
     theta = np.zeros(tools.FEATURES, np.float32)
-    return tools.train(
-        tools.squared_distance, theta, private, spend=budget, **(defaults | options)
-    )
+    return tools.train(tools.squared_distance, theta, private, spend=budget, **(defaults | options))
 
 
 class TestFilter:

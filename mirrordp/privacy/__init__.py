@@ -28,5 +28,6 @@ if TYPE_CHECKING:
         FullBatch as FullBatch,
         PoissonSampling as PoissonSampling,
     )
+    from mirrordp.privacy.trainable import Trainable as Trainable
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -179,42 +179,6 @@ def check_isolated(
     _isolation.check("the loss function", program)
 
 
-# What follows moves to `Trainable` as soon as its callers do.
-
-
-def frozen_mask(trainable: PyTree | None, params: Params) -> Any:
-    """Returns a hashable form of a tree (or prefix) of booleans over `params`."""
-    if trainable is None:
-        return None
-    leaves, treedef = jax.tree.flatten(jax.tree.broadcast(trainable, params))
-    return treedef, tuple(bool(leaf) for leaf in leaves)
-
-
-def thawed_mask(frozen: Any) -> PyTree | None:
-    """Returns the tree of booleans that `frozen_mask` made hashable."""
-    return None if frozen is None else jax.tree.unflatten(*frozen)
-
-
-def trainable_part(params: Params, trainable: PyTree | None) -> PyTree:
-    """See `Trainable.part`."""
-    return Trainable.of(trainable).part(params)
-
-
-def merge(part: PyTree, params: Params) -> Params:
-    """See `Trainable.merge`."""
-    return Trainable().merge(part, params)
-
-
-def check_trainable(part: PyTree) -> None:
-    """See `Trainable.check`."""
-    Trainable().check(part)
-
-
-def zero_sum(params: Params, trainable: PyTree | None) -> PyTree:
-    """See `Trainable.zero_sum`."""
-    return Trainable.of(trainable).zero_sum(params)
-
-
 def clipped_grad(
     loss_fn: LossFn,
     *,
