@@ -7,7 +7,7 @@ import pytest
 from mirrordp import demo
 from mirrordp._rounding import upwards
 from mirrordp.demo import METHODS, DemoSettings, Method, make_task, run_demo, run_method, sgd
-from mirrordp.training import central as training
+from mirrordp.training import engine
 
 # A handful of public rows can be told apart perfectly, so their loss falls without end.
 pytestmark = pytest.mark.filterwarnings("ignore:the warm start did not converge")
@@ -59,7 +59,7 @@ def test_models_that_are_added_up_have_noise_of_their_own(tmp_path, monkeypatch)
     honest = demo.train
 
     def recorded(*arguments, **options):
-        if options["ledger"] is not None:
+        if options["spend"] is not None:
             seeds.append(options["seed"])
         return honest(*arguments, **options)
 
@@ -106,9 +106,9 @@ def test_no_recompilation_for_another_rate():
         ).losses[-1]
 
     first = run(1.0)
-    compiled = training._run_passes._cache_size()
+    compiled = engine._run_passes._cache_size()
     assert run(2.0) != first
-    assert training._run_passes._cache_size() == compiled
+    assert engine._run_passes._cache_size() == compiled
 
 
 def test_rate_in_the_state_is_plain_sgd():

@@ -284,12 +284,12 @@ class TestBadInput:
         ("sampling", "adjacency", "accountant", "advice"),
         [
             (tools.poisson(), Adjacency.ADD_REMOVE, None, "use adjacency='zero-out'"),
-            (tools.poisson(), Adjacency.REPLACE, Accountant.RDP, "Use accountant='pld'"),
+            (tools.poisson(), Adjacency.REPLACE, Accountant.RDP, "Use PLD"),
             (
                 FixedSizeSampling(batch_size=8, num_examples=40),
                 Adjacency.REPLACE,
                 Accountant.PLD,
-                "Use accountant='rdp'",
+                "Use RDP",
             ),
             (
                 FixedSizeSampling(batch_size=8, num_examples=40),

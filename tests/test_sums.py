@@ -107,7 +107,7 @@ def test_passes_withstand_the_attack():
     @jax.jit
     def run(is_padding):
         def one_pass(total, row):
-            return total.plus(step.private_sum(state, *row, None)), None
+            return total + step.private_sum(state, *row, None), None
 
         rows = (jnp.asarray(numbers)[:, None], is_padding[:, None])
         return jax.lax.scan(one_pass, step.zero_sum(state), rows)[0].total
@@ -136,7 +136,7 @@ def test_users_one_by_one_withstand_the_attack():
         def one_user(total, user):
             number, is_padding = user
             delta = jnp.where(is_padding, 0.0, number) * jnp.ones(1)
-            return total.plus(step.one_sum(step.contribution(delta, 1.0)[0])), None
+            return total + step.one_sum(step.contribution(delta, 1.0)[0]), None
 
         users = (jnp.asarray(numbers), is_padding)
         return jax.lax.scan(one_user, start, users)[0].total
