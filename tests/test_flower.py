@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -17,9 +18,14 @@ if importlib.util.find_spec("flwr") is None and "MIRRORDP_REQUIRE_FLOWER" not in
     pytest.skip("needs Flower: pip install 'mirrordp[flower]'", allow_module_level=True)
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what Flower imports
+    import flwr.serverapp.strategy  # noqa: F401
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -565,6 +571,27 @@ def test_public_side_and_alpha():
     np.testing.assert_allclose(wide(server.params), expected, rtol=1e-4)
     with pytest.raises(ValueError, match="public data is needed"):
         strategy(alpha=0.5)
+
+
+def _pulled(updates, state, params=None, *, public_grad, **_):
+    del params
+    return jax.tree.map(lambda own, public: -own - public, updates, public_grad), state
+
+
+PULLED = optax.GradientTransformationExtraArgs(lambda params: (), _pulled)
+"""A server optimiser that takes the public gradient as an argument of its own."""
+
+
+def test_an_optimizer_that_takes_the_public_gradient():
+    """It is given it in every round, also where α = 1 leaves no weight to it in the mixture."""
+    rows = PublicData(tools.features(rows=4, seed=3))
+    server = strategy(step={"optimizer": PULLED}, public=rows)
+    one_round(honest, server)
+    sent = sum(wide(delta(0.01 * (place + 1))) for place in range(USERS)) / USERS
+    gradient = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, rows.arrays)))(PARAMS)
+    np.testing.assert_allclose(wide(server.params), -sent - wide(gradient), rtol=1e-4)
+    with pytest.raises(ValueError, match="takes a public gradient, so public data is needed"):
+        strategy(step={"optimizer": PULLED})
 
 
 def test_adaptive_clip_sees_norms_above_the_clip_norm():

@@ -71,7 +71,7 @@ from mirrordp.training.federated import (
     clip_delta,
     local_update,
 )
-from mirrordp.training.step import PrivateSum, PublicGradient
+from mirrordp.training.step import PrivateSum, PublicGradient, needs_public_grad
 from mirrordp.types import AlphaSchedule, LossFn, Params, PyTree
 from mirrordp.updates import schedules
 
@@ -339,12 +339,18 @@ class PrivateStrategy(Strategy):
         _validate.positive_integer(num_steps=total)
         self.alphas = schedules.evaluate(schedules.as_schedule(alpha), total)
         check_charged_steps(self.alphas, mechanism)
+        params = jax.tree.map(jnp.asarray, params)
+        self._needs_public_grad = needs_public_grad(step, params, has_public=public is not None)
         if public is not None:
             _validate.instance_of((PublicClients, PublicData), public=public)
-        elif (self.alphas < 1).any():
+        elif self._needs_public_grad or (self.alphas < 1).any():
+            reason = f"alpha goes down to {float(self.alphas.min()):g}"
+            if self._needs_public_grad:
+                reason = "the optimizer takes a public gradient"
             raise ValueError(
-                f"alpha goes down to {float(self.alphas.min()):g}, so public data is needed, got "
-                "none. Pass public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg."
+                f"{reason}, so public data is needed, got none. Pass "
+                "public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg with an optimizer "
+                "of private gradients."
             )
         self.budget = spend if isinstance(spend, Budget) else None
         if self.budget is not None:
@@ -366,7 +372,7 @@ class PrivateStrategy(Strategy):
         self.unprivatized_replies: collections.Counter[str] = collections.Counter()
         self._rng, keys = randomness(seed, secure=mechanism.is_secure)
         self._public_key = keys.public
-        self.state: FederatedState = step.init(jax.tree.map(jnp.asarray, params), keys.noise)
+        self.state: FederatedState = step.init(params, keys.noise)
         self._public = None if public is None else jax.device_put(step.records(public))
         self.users: tuple[int, ...] | None = None
         self._cohorts = iter(())
@@ -486,9 +492,10 @@ class PrivateStrategy(Strategy):
         alpha = self.alphas[server_round - 1]
         total = self.private_sum(replies)
         public_gradient = None
+        reads_public = alpha < 1 or self._needs_public_grad
         if self._public is not None:
             public_gradient = PublicGradient(total.total.zeros().delta, jnp.full([], jnp.nan))
-            if alpha < 1:
+            if reads_public:
                 key = jax.random.fold_in(self._public_key, self.state.step)
                 public_gradient = _public_grad(self.step, self.state, self._public, key)
         self.state, info = _finish(self.step, self.state, total, public_gradient, alpha)
@@ -505,7 +512,7 @@ class PrivateStrategy(Strategy):
             "noisy-grad-norm": float(info.noisy_grad_norm),
             "clip-norm": float(info.clip_norm),
         }
-        if alpha < 1:
+        if reads_public:
             metrics["public-loss"] = float(info.public_loss)
         return self.arrays, MetricRecord(metrics)
 
