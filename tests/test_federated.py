@@ -244,7 +244,7 @@ class TestClientData:
         without = [np.zeros((0, 3), np.float32) if n == 3 else x for n, x in enumerate(LISTS)]
         expected = sums(clients(without), public, alpha=0.5, scale_noise=False)
         np.testing.assert_allclose(mixed, expected, atol=1e-6)
-        with pytest.raises(ValueError, match="overlap=Overlap.REFUSE"):
+        with pytest.raises(ValueError, match=r"overlap=Overlap\.REFUSE"):
             run(private, public, alpha=0.5, overlap=mirrordp.data.Overlap.REFUSE)
 
 
