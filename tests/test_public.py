@@ -134,15 +134,16 @@ class TestWarmStart:
             return jnp.sum((p["a"] + p["b"] - x) ** 2)
 
         def run(seed):
-            return warm_start(
-                loss,
-                params,
-                PublicData(X),
-                batch_size=4,
-                max_epochs=2,
-                trainable={"a": True, "b": False},
-                seed=seed,
-            ).params
+            with pytest.warns(RuntimeWarning, match="did not converge"):
+                return warm_start(
+                    loss,
+                    params,
+                    PublicData(X),
+                    batch_size=4,
+                    max_epochs=2,
+                    trainable={"a": True, "b": False},
+                    seed=seed,
+                ).params
 
         first, again, other = run(0), run(0), run(1)
         np.testing.assert_array_equal(first["a"], again["a"])
@@ -169,17 +170,18 @@ class TestWarmStart:
     @pytest.mark.parametrize("refit", [False, True])
     def test_average_is_judged_and_returned(self, average, refit):
         """A plain loop; the last iterate would be elsewhere."""
-        found = warm_start(
-            tools.squared_distance,
-            jnp.full(3, 5.0),
-            PublicData(X),
-            holdout=PublicData(X),
-            optimizer=optax.sgd(0.1),
-            batch_size=None,
-            max_epochs=6,
-            average=average,
-            refit=refit,
-        )
+        with pytest.warns(RuntimeWarning, match="did not converge"):
+            found = warm_start(
+                tools.squared_distance,
+                jnp.full(3, 5.0),
+                PublicData(X),
+                holdout=PublicData(X),
+                optimizer=optax.sgd(0.1),
+                batch_size=None,
+                max_epochs=6,
+                average=average,
+                refit=refit,
+            )
 
         def mean_loss(theta):
             return jnp.mean(jax.vmap(tools.squared_distance, (None, 0))(theta, X))
