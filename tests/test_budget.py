@@ -739,7 +739,7 @@ class TestCommandLine:
         assert self.init(files, *options) == 0
         assert "mirrordp fit" not in capsys.readouterr().out
         assert self.fit(files) == 2
-        assert "a fit cannot be charged to it" in capsys.readouterr().err
+        assert "to which a fit cannot be charged" in capsys.readouterr().err
 
     def test_replace(self, files):
         assert self.init(files, "--adjacency", "replace") == 0
