@@ -235,8 +235,9 @@ class TestRuns:
         rows = ROWS.reshape(8, 5, 3)
         keys = jax.random.split(jax.random.key(1), 8)
 
+        @jax.jit
         def total(chosen):
-            users = UserBatch(rows[chosen], jnp.full(len(chosen), 5))
+            users = UserBatch(jnp.asarray(rows)[chosen], jnp.full(len(chosen), 5))
             padding = jnp.zeros(len(chosen), bool)
             return step.private_sum(state, users, padding, keys[chosen]).total.floats().delta
 
