@@ -417,7 +417,7 @@ class TestDamage:
         assert len(files) == 2
         for path in files.values():
             spoil(path, "flipped")
-        with pytest.raises(CheckpointError, match="none that is not cut or changed"):
+        with pytest.raises(CheckpointError, match="only damaged ones"):
             run(tmp_path / "run", resume=True)
 
     def test_any_flipped_bit_is_noticed(self):

@@ -1,17 +1,17 @@
 """Federated training with user-level privacy on Flower: `pip install 'mirrordp[flower]'`.
 
-`PrivateStrategy` is the server's side of federated training, with Flower's messages in between.
-One node is one user. In every round the server
+`PrivateStrategy` runs federated training on a Flower server. One node is one user. In each round
+the server
 
-    charges ledger or budget;    draws the cohort with the mechanism's sampler;    sends θ to it;
-    adds up clip(Δ_k, C) over the replies that are in order, each with weight one;
-    adds the noise, divides by the expected cohort, mixes in the public side, takes its step.
+    charges the ledger or budget;  draws the cohort with the mechanism's sampler;  sends θ to it;
+    adds up clip(Δ_k, C) over the valid replies, each with weight one;
+    adds noise, divides by the expected cohort size, mixes in the public gradient, takes its step.
 
-Clients are not trusted. What a reply does to the sum is bounded by C whatever it holds, and no
-reply, error or silence touches the noise, the divisor or the next cohort. The server and Flower's
-SuperLink are trusted: they see single deltas. See `docs/federated.md` for who is trusted with what.
+Clients are not trusted. A reply changes the sum by at most C whatever it contains, and no reply,
+error or silence affects the noise, the divisor or the next cohort. The server and Flower's
+SuperLink are trusted, since they see the delta of each user; see `docs/federated.md`.
 
-`client_app` makes a user's side from a function `(params, data) -> params`.
+`client_app` turns a function `(params, data) -> params` into the app of a user's node.
 """
 
 import collections
@@ -78,47 +78,47 @@ from mirrordp.updates import schedules
 ARRAYS, CONFIG = "arrays", "config"
 TICKET, CLIP_NORM, ROUND = "ticket", "clip-norm", "server-round"
 
-# Bytes that a .npy header may add to the numbers themselves.
+# The most bytes that a .npy header may take.
 _HEADER = 4096
 
-# Flower's code of an app that raised an exception.
+# Flower's error code for an app that raised an exception.
 _FAILED = 2
 
-# Seconds after which a fetch goes on beside the next ones.
+# After so many seconds a fetch continues in the background while the next ones start.
 _MOMENT = 0.5
 
 _OPERATOR = "[operator only, not covered by the guarantee]"
 
-# Flower's logger, by name: what it prints goes where Flower's own lines go.
+# Flower's logger, so that our lines go where Flower's go.
 _log = logging.getLogger("flwr")
 
 
 def to_arrays(tree: PyTree) -> ArrayRecord:
-    """A tree as Flower's record, one named array per leaf; frozen leaves (None) are left out."""
+    """Returns a tree as a Flower record: one named array per leaf, without frozen leaves (None)."""
     record = {}
     for name, leaf in _named_leaves(tree).items():
         array = np.asarray(leaf)
-        # NumPy has no bfloat16 of its own, and its file format forgets what it does not know.
+        # NumPy's file format loses dtypes that NumPy does not have, such as bfloat16.
         record[name] = Array(array if array.dtype.isbuiltin == 1 else array.astype(np.float32))
     return ArrayRecord(record)
 
 
 def from_arrays(record: ArrayRecord, like: PyTree) -> PyTree:
-    """The tree that `to_arrays` wrote, with the structure, shapes and dtypes of `like`.
+    """Inverts `to_arrays`: returns a tree with the structure, shapes and dtypes of `like`.
 
     Args:
         record: the named arrays.
         like: a tree of arrays, or of `jax.ShapeDtypeStruct`s.
 
     Raises:
-        ReplyError: if `record` does not hold exactly what `like` asks for.
+        ReplyError: if `record` does not have exactly the arrays of `like`.
     """
     wanted = _named_leaves(like)
     if set(record) != set(wanted):
         raise ReplyError(
             "malformed",
-            f"expected arrays named {sorted(wanted)}, got {sorted(record)!r:.500}. Server and "
-            "clients must share one model.",
+            f"expected arrays named {sorted(wanted)}, got {sorted(record)!r:.500}. Use the same "
+            "model on the server and on the nodes.",
         )
     found = []
     for name, leaf in wanted.items():
@@ -137,7 +137,7 @@ class ReplyError(ValueError):
     """A record that is not what was asked for.
 
     Attributes:
-        reason: one of a few fixed words, for counting; the text may quote what a stranger sent.
+        reason: one of a few fixed words, for counting; the message may quote what a client sent.
     """
 
     def __init__(self, reason: str, detail: str):
@@ -146,9 +146,9 @@ class ReplyError(ValueError):
 
 
 def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """The numbers of a Flower array, after its header was checked and before memory is taken.
+    """Returns the numbers of a Flower array; checks its header before allocating any memory.
 
-    `array.numpy()` would believe the header, which a hostile sender writes.
+    `array.numpy()` would trust the header, which a hostile client may have written.
     """
     if array.stype != "numpy.ndarray":
         raise ReplyError("malformed", f"expected a NumPy array, got {array.stype!r:.50}.")
@@ -176,19 +176,20 @@ def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarr
 
 
 def without_amplification(mechanism: Mechanism) -> Mechanism:
-    """The same mechanism as seen by someone who knows who took part in which round: q = 1.
+    """Returns the mechanism as seen by someone who knows who takes part in which round: q = 1.
 
-    Sampling amplifies privacy only against those who do not see it. For an observer of the network
-    every round in which a user takes part is a Gaussian mechanism on its own, and in the worst case
-    the user takes part whenever it may. For accounting only: this one samples differently.
+    Sampling amplifies privacy only against those who do not see the sample. For an observer of the
+    network, each round in which a user takes part is a Gaussian mechanism without amplification,
+    and in the worst case the user takes part whenever possible. The result is for accounting only;
+    it does not sample like the original.
 
     Raises:
-        UnsupportedError: under add-remove adjacency, where presence itself is to be hidden.
+        UnsupportedError: under add-remove adjacency, which hides who is present at all.
     """
     if mechanism.adjacency is Adjacency.ADD_REMOVE:
         raise accounting.UnsupportedError(
-            "who sees who takes part sees who is there, so nothing is left of add-remove "
-            "adjacency. Use Adjacency.ZERO_OUT, which protects what users contribute."
+            "someone who sees who takes part also sees who is enrolled, which is what add-remove "
+            "adjacency hides. Use Adjacency.ZERO_OUT, which protects what users contribute."
         )
     sampling = mechanism.sampling
     if isinstance(sampling, FixedSizeSampling):
@@ -201,10 +202,11 @@ def without_amplification(mechanism: Mechanism) -> Mechanism:
 
 
 def wait_for_users(grid: Grid, num_users: int, *, poll_interval: float = 1.0) -> list[int]:
-    """The identifiers of `num_users` nodes, as soon as so many are connected.
+    """Waits until `num_users` nodes are connected, and returns their identifiers.
 
-    The list is fixed for the run. Nodes that leave stay on it, so that the cohort is drawn as was
-    promised; nodes that come later, or back under a new identifier, are not on it.
+    The list is fixed for the run. Nodes that disconnect stay on it, so that the sampling is the one
+    that was accounted for; nodes that connect later, or return under a new identifier, are not
+    added.
     """
     _validate.positive_integer(num_users=num_users)
     connected = None
@@ -219,13 +221,13 @@ def wait_for_users(grid: Grid, num_users: int, *, poll_interval: float = 1.0) ->
 def exchange(
     grid: Grid, messages: Iterable[Message], timeout: float, *, poll_interval: float = 0.5
 ) -> list[Message]:
-    """Sends messages and collects replies until all are there or `timeout` seconds have passed.
+    """Sends messages and collects replies until all have arrived or `timeout` seconds have passed.
 
-    As `grid.send_and_receive`, except that messages travel one by one. There, what one node sends
-    can cost others their replies: one that lies about which message it answers, that answers none,
-    that cannot be unpacked, or that is announced and never uploaded, which holds up the server for
-    minutes. Here a message is waited for until a reply that names it has arrived; only the node
-    that got it knows its name.
+    Like `grid.send_and_receive`, except that each reply is fetched on its own. With the former, a
+    reply of one node can cost others theirs: if it names the wrong message or none, if it cannot be
+    unpacked, or if it is announced and never uploaded, which blocks the server for minutes. Here
+    the server waits for a reply that names the message, and only the node that received the message
+    knows its name.
     """
     found: dict[str, list[Message]] = {
         name: [] for message in messages for name in grid.push_messages([message]) if name
@@ -246,8 +248,8 @@ def exchange(
         return [reply for reply in found[name] if reply.metadata.reply_to_message_id == name]
 
     def is_settled(name: str) -> bool:
-        # SuperLink says once that there is a reply and from then on that there is none: that
-        # settles nothing as long as the reply itself may still be on its way.
+        # SuperLink announces a reply once and then reports that there is none, which means
+        # nothing while the reply itself may still be on its way.
         own = answers(name)
         return any(not reply.has_error() for reply in own) or bool(own and not in_flight[name])
 
@@ -256,7 +258,7 @@ def exchange(
         for name in waiting:
             if not answers(name):
                 in_flight[name] += 1
-                # Daemons, because nothing can end a fetch that hangs: it is left behind.
+                # A daemon, because a fetch that hangs cannot be stopped, only left behind.
                 worker = threading.Thread(target=fetch, args=(name,), daemon=True)
                 worker.start()
                 worker.join(min(_MOMENT, max(deadline - time.monotonic(), 0)))
@@ -270,7 +272,7 @@ def exchange(
             break
         if waiting:
             time.sleep(min(poll_interval, left))
-    # An error counts where nothing else came.
+    # An error counts only if nothing else came.
     return [
         reply
         for own in found.values()
@@ -287,32 +289,32 @@ class PrivateStrategy(Strategy):
         params = strategy.run(grid)
         strategy.report(title="Next words").write("report")
 
-    `strategy.start(grid, strategy.arrays, num_rounds)`, Flower's own loop, gives the same guarantee
-    and survives less (see `exchange`). A strategy runs once.
+    Flower's own loop, `strategy.start(grid, strategy.arrays, num_rounds)`, gives the same guarantee
+    but tolerates fewer faults (see `exchange`). A strategy runs once.
 
     Args:
-        step: mechanism (`unit="user"`), server optimiser, and what the public side needs.
-        params: where to begin; must not come from private data.
-        delta: δ of the ε in log and report.
-        users: the nodes that may take part, one per user, in a fixed order; by default the first
+        step: the mechanism (`unit="user"`), the server's optimiser and the public loss.
+        params: the initial parameters, which must not come from private data.
+        delta: δ of the ε in the log and the report.
+        users: the nodes that may take part, one per user, in a fixed order; by default, the first
             `mechanism.sampling.num_examples` that connect.
-        public: as in `mirrordp.train`; needed where α < 1.
+        public: as in `mirrordp.train`; needed if α < 1.
         alpha: as in `mirrordp.train`.
-        num_steps: the number of rounds; by default as many as the mechanism was made for.
+        num_steps: the number of rounds; by default, the number that the mechanism was made for.
         participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
-        reply_timeout: seconds after which a round goes on without those who have not replied.
-        spend: a `Ledger` to charge, which composes several runs that are fixed beforehand, or a
-            `Budget` made with `unit="user"` and opened with its data: no row is on the server, so
-            that is a file that lists who is enrolled. A budget refuses a run that does not fit
-            before anybody is asked.
-        seed: makes sampling and noise reproducible and therefore not for release.
+        reply_timeout: the number of seconds after which a round continues without missing replies.
+        spend: a `Ledger`, which composes several runs that are fixed beforehand, or a `Budget` made
+            with `unit="user"` and opened with its data. The server has no rows, so this data is a
+            file that lists who is enrolled. A budget refuses a run that does not fit before any
+            user is asked.
+        seed: makes sampling and noise reproducible, so the result must not be released.
 
     Attributes:
-        state: `FederatedState`; its noise state is secret.
-        ledger: what was charged; with a budget, by this run.
-        charged_steps: how many rounds read private data.
+        state: a `FederatedState`, whose noise state is secret.
+        ledger: what was charged; with a budget, what this run was charged.
+        charged_steps: the number of rounds that read private data.
         unprivatized_replies: how many replies were accepted, dropped (and why) or missing. Not
-            covered by the guarantee: for the operator only.
+            covered by the guarantee, so for the operator only.
     """
 
     def __init__(
@@ -350,7 +352,7 @@ class PrivateStrategy(Strategy):
             raise ValueError(
                 f"{reason}, so public data is needed, got none. Pass "
                 "public=PublicClients.from_rows(...), or alpha=1 for DP-FedAvg with an optimizer "
-                "of private gradients."
+                "that takes no public gradient."
             )
         self.budget = spend if isinstance(spend, Budget) else None
         if self.budget is not None:
@@ -381,13 +383,13 @@ class PrivateStrategy(Strategy):
             self._fix_users(users)
 
     def _admit(self) -> None:
-        """Raises a BudgetError unless all of the run fits, under a seed that nobody had."""
+        """Raises a BudgetError unless the whole run fits and no other run has the seed."""
         self._books.admit([int((self.alphas > 0).sum())])
 
     def _fix_users(self, users: Sequence[int]) -> tuple[int, ...]:
         self.users = tuple(int(user) for user in users)
         if len(set(self.users)) != len(self.users):
-            raise ValueError("users must be different nodes, got one of them twice.")
+            raise ValueError("users must be different nodes, got one twice. List each node once.")
         self._cohorts = self.step.mechanism.batches(len(self.users), self._rng)
         return self.users
 
@@ -407,7 +409,7 @@ class PrivateStrategy(Strategy):
 
     @property
     def arrays(self) -> ArrayRecord:
-        """The iterate that clients start from, as a record."""
+        """The current iterate as a record, from which clients start."""
         return to_arrays(self.state.params)
 
     def run(
@@ -416,7 +418,7 @@ class PrivateStrategy(Strategy):
         """Waits for the users, takes all rounds, and returns the model.
 
         Args:
-            grid: Flower's, as a `ServerApp` receives it.
+            grid: Flower's grid, as a `ServerApp` receives it.
             on_step: called with the strategy after each round, for instance to evaluate
                 `strategy.params` on public rows.
         """
@@ -431,21 +433,20 @@ class PrivateStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Charges the round, then draws its cohort and writes to it; nobody where α = 0."""
+        """Charges the round, draws its cohort and returns the messages to it; none if α = 0."""
         if server_round != int(self.state.step) + 1 or server_round > len(self.alphas):
             raise ValueError(
                 f"expected round {int(self.state.step) + 1} of {len(self.alphas)}, got "
-                f"{server_round}. A strategy runs once: make another, with the same ledger or "
-                "budget."
+                f"{server_round}. A strategy runs once: make another with the same spend=."
             )
         if server_round == 1 and arrays != self.arrays:
             raise ValueError(
-                "a run begins at the params that the strategy was made with, got other arrays. "
+                "a run starts from the params that the strategy was made with, got other arrays. "
                 "Start it with strategy.arrays."
             )
         users = self.users or self._wait(grid)
         if server_round == 1:
-            # Others may have been charged since the strategy was made.
+            # The budget may have been charged since the strategy was made.
             self._admit()
             self._books.claim()
         self._tickets = {}
@@ -454,17 +455,17 @@ class PrivateStrategy(Strategy):
         charged = self.charged_steps
         self._books.charge([charged], [charged + 1])
         if self.budget is not None:
-            # For ε of this run, which a budget does not state.
+            # A budget states no ε of this run alone.
             self.ledger.charge(self.accounted.event_between(charged, charged + 1))
         self.charged_steps += 1
-        # With an adaptive clip the server has to see whether a norm was above C.
+        # To adapt the clip norm, the server has to see whether a norm is above C.
         slack = 1.0 if self.step.adaptive_clip is None else 2.0
         clip_norm = slack * float(self.state.clip_norm)
         messages = []
         cohort = np.asarray(next(self._cohorts))
         for user in cohort[cohort != PADDING].tolist():
-            # Only who got this message can show its ticket: the metadata of a reply is the
-            # sender's own claim.
+            # Only the node that received this message knows its ticket, whereas the metadata of a
+            # reply is whatever the sender claims.
             ticket = secrets.token_hex(16)
             self._tickets[ticket] = user
             content = {TICKET: ticket, CLIP_NORM: clip_norm, ROUND: server_round}
@@ -481,9 +482,9 @@ class PrivateStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """The noisy sum of the replies that are in order, and the server's step.
+        """Adds up the valid replies, adds noise, and takes the server's step.
 
-        Everything returned is released: it follows from the noisy sums and public data.
+        Everything returned may be released: it follows from the noisy sums and public data.
         """
         if server_round != int(self.state.step) + 1:
             raise ValueError(
@@ -517,11 +518,11 @@ class PrivateStrategy(Strategy):
         return self.arrays, MetricRecord(metrics)
 
     def private_sum(self, replies: Iterable[Message]) -> PrivateSum:
-        """Σ clip(Δ_k, C) over the replies that are in order, not yet private.
+        """Returns Σ clip(Δ_k, C) over the valid replies, which is not private yet.
 
-        Formal guarantee: for every user of the cohort the sum holds at most one term, of norm at
-        most C; it depends on nothing but what that user's node was sent and answered, and equals
-        zero unless the answer is a finite array of the right shape and dtype for every leaf.
+        Formal guarantee: the sum has at most one term for each user of the cohort. Its norm is at
+        most C, it depends only on what that user's node was sent and replied, and it is zero unless
+        the reply has a finite array of the right shape and dtype for every leaf.
         """
         counts: collections.Counter[str] = collections.Counter()
         answers: dict[int, Message] = {}
@@ -558,8 +559,8 @@ class PrivateStrategy(Strategy):
         )
         if tickets and not counts["accepted"]:
             _log.warning(
-                "%s no reply came in time and in order: this round's private part is noise alone. "
-                "See the logs of the nodes; where they are slow, give a longer reply_timeout",
+                "%s no valid reply came in time: this round's private gradient is noise alone. "
+                "See the logs of the nodes; if they are slow, use a longer reply_timeout",
                 _OPERATOR,
             )
         return total
@@ -571,7 +572,7 @@ class PrivateStrategy(Strategy):
         except ReplyError:
             raise
         except Exception as error:
-            # Content comes from outside, and what it can do to a parser is not for us to list.
+            # A hostile client can make the parser fail in ways that cannot be listed.
             raise ReplyError("malformed", "expected a record of arrays.") from error
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(delta)):
             raise ReplyError("not finite", "expected finite numbers.")
@@ -580,17 +581,17 @@ class PrivateStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Nobody: what users measure on their rows is not covered by the guarantee."""
+        """Asks no one: what users measure on their rows is not covered by the guarantee."""
         return []
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Nothing was asked for."""
+        """Returns None, since no one is asked."""
         return None
 
     def spent(self) -> Epsilon:
-        """ε of everything charged to the ledger so far; with a budget, by this run."""
+        """Returns ε of everything charged so far; with a budget, of this run."""
         return self.ledger.epsilon(
             self.delta, accountant=self.accounted.accountant, orders=self.accounted.orders
         )
@@ -602,14 +603,14 @@ class PrivateStrategy(Strategy):
         return "against those who do not see who takes part"
 
     def report(self, *, results: Mapping[str, Any] | None = None, **options: Any) -> RunReport:
-        """The run's privacy statement, with ε for an observer of the network among the results.
+        """Returns the privacy report; its results include ε for an observer of the network.
 
-        `epsilon_over_steps` holds ε after every round, as logged; on a ledger that other runs share
-        it holds a few values of this run alone.
+        `epsilon_over_steps` has ε after each round, as logged. If the ledger is shared with other
+        runs, it has a few values of this run alone.
 
         Args:
             results: released quantities, such as the accuracy on public rows.
-            **options: `title`, `tuning` and others, as in `RunReport.of`.
+            **options: `title`, `tuning` and other arguments of `RunReport.of`.
         """
         found = dict(results or {})
         if self.step.mechanism.adjacency is not Adjacency.ADD_REMOVE:
@@ -638,7 +639,7 @@ class PrivateStrategy(Strategy):
         return dataclasses.replace(made, epsilon_over_steps=tuple(self._spent_after.items()))
 
     def summary(self) -> None:
-        """Logs what the run will cost."""
+        """Logs the cost of the whole run."""
         mechanism = self.accounted
         _log.info(
             "%d rounds, expected cohort %g, clip norm %g, noise multiplier %.4g: epsilon %s at "
@@ -654,7 +655,7 @@ class PrivateStrategy(Strategy):
 
 
 def _ticket(reply: Message) -> str | None:
-    """The ticket that a reply shows; None where there is none."""
+    """Returns the ticket of a reply, or None if it has none."""
     try:
         ticket = reply.content.config_records[CONFIG][TICKET]
     except Exception:
@@ -691,17 +692,17 @@ def client_app(
     *,
     trainable: PyTree | None = None,
 ) -> ClientApp:
-    """A user's side: trains from the server's model on its own rows, and sends the clipped delta.
+    """Returns the app of a user's node, which trains on its own rows and sends the clipped delta.
 
         Δ = θ − train(θ, load(context)),    reply clip(Δ, C)
 
-    Nothing else leaves the node: no loss, no number of rows. An exception in `train` or `load` is
-    logged on the node; the reply says that there was one, and not what it says, which may quote a
-    row.
+    Nothing else leaves the node: neither a loss nor the number of rows. If `train` or `load` raises
+    an exception, it is logged on the node. The reply only says that training failed, since the
+    exception's message may quote a row.
 
     Args:
         train: `(params, data) -> params`; `local_sgd` makes one from a loss function.
-        load: the user's data, from Flower's context (`context.node_config`).
+        load: returns the user's data, given Flower's context (`context.node_config`).
         like: a tree with the model's structure, shapes and dtypes.
         trainable: as in the server's `FederatedStep`; only these leaves are sent.
     """
@@ -719,8 +720,8 @@ def client_app(
                 cast(float, config[CLIP_NORM]),
             )
         except Exception:
-            # Flower would send the exception's text to the server.
-            _log.exception("This user's training failed; the server is told no more than that")
+            # Flower would send the exception's message to the server.
+            _log.exception("Training failed on this node; the server is told nothing more")
             return Message(Error(_FAILED, "training failed; see the node's log"), reply_to=message)
         content = {ARRAYS: to_arrays(clipped), CONFIG: ConfigRecord({TICKET: config[TICKET]})}
         return Message(RecordDict(content), reply_to=message)
@@ -746,15 +747,15 @@ def local_sgd(
     max_examples: int = 256,
     trainable: PyTree | None = None,
 ) -> Callable[[Params, Any], Params]:
-    """`(params, rows) -> params` by the local SGD of the paper; see `federated.local_update`.
+    """Returns a function `(params, rows) -> params` that takes the paper's local SGD steps.
 
     Args:
-        loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.
+        loss_fn: `loss_fn(params, example) -> scalar`, or with a random key as third argument.
         learning_rate: η.
-        batch_size: rows of a local batch.
+        batch_size: the number of rows in a local batch.
         epochs: how often each row is used.
-        max_examples: a user with more rows uses this many of them, other ones in every round.
-        trainable: a tree of booleans over the parameters (or a prefix of it).
+        max_examples: a user with more rows uses a new random choice of this many in each round.
+        trainable: a tree of booleans over the parameters, or a prefix of one.
     """
     _validate.positive_integer(batch_size=batch_size, epochs=epochs, max_examples=max_examples)
     chosen = Trainable.of(trainable)

@@ -1,9 +1,10 @@
-"""The bookkeeping of a run: what it owes besides its mathematics, and in which order.
+"""The bookkeeping of a run: charges and checkpoints, in one order.
 
-    randomness on disk,  then for each block of steps:  charge, compute, keep, yield
+    write the randomness to disk,  then for each block of steps:  charge, compute, keep, yield
 
-Nothing can be seen that was not charged, and nothing that was seen is drawn anew. `train`, sweeps,
-the estimators and Flower all keep their books here, with a checkpoint or without.
+So nothing is seen before it is charged, and nothing that was seen is drawn again with other
+randomness. `train`, sweeps, the estimators and Flower all keep their books here, with or without a
+checkpoint.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
 from mirrordp.types import PyTree
 
-# What is logged follows from the mechanism and the clock; it depends on no private record.
+# The log depends on the mechanism and the clock, and on no private record.
 _log = logging.getLogger("mirrordp")
 
 
@@ -45,15 +46,15 @@ class Kept(NamedTuple):
 
 
 class Books:
-    """Charges the blocks of one run, or of the runs of a sweep, before they run; keeps checkpoints.
+    """Charges each block of a run, or of the runs of a sweep, before it runs; keeps checkpoints.
 
     Args:
         mechanism: decides what a step costs.
         spend: the ledger or budget that is charged.
         seeds: the caller's seed of each run, or None where there is none.
         folder: the open run folder, or None for runs without checkpoints.
-        every: a checkpoint is written after every this many blocks.
-        first: how many charged steps of the same mechanism lie before this run.
+        every: the number of blocks from one checkpoint to the next.
+        first: the number of charged steps that the mechanism took before this run.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class Books:
         """Opens the run folder, if any, and asks the budget to admit everything; reads no record.
 
         Args:
-            mechanism: what will run.
-            private: on what, to be compared with the budget's data; None if the caller compares it.
-            num_steps: for each run, how many steps read private data.
+            mechanism: decides what a step costs.
+            private: the data, to be compared with the budget's; None if the caller compares it.
+            num_steps: the number of steps of each run that read private data.
             seeds: the caller's seed of each run, or None.
-            spend: what to charge, as `check_spend` allows.
+            spend: what to charge; see `check_spend`.
             checkpoint: where to keep checkpoints.
-            first: how many charged steps lie before this run.
+            first: the number of charged steps that the mechanism took before this run.
 
         Raises:
             StorageError: if a folder cannot be used or the budget does not admit the run.
@@ -118,10 +119,10 @@ class Books:
     def admit(
         self, num_steps: Sequence[int], private: PrivateData | PrivateClients | None = None
     ) -> None:
-        """Raises a BudgetError unless all that is not charged yet fits, under seeds of its own.
+        """Raises a BudgetError unless all uncharged steps fit and no other run has the seeds.
 
         Args:
-            num_steps: for each run, how many steps read private data.
+            num_steps: the number of steps of each run that read private data.
             private: the data, to be compared with the budget's; None if the caller compares it.
         """
         budget = self._budget
@@ -152,7 +153,7 @@ class Books:
         """Returns the seed of each run's randomness: the caller's, or one kept with the run.
 
         Args:
-            configuration: what must be the same to go on, given the key of fingerprints.
+            configuration: given the key of the fingerprints, returns what must be unchanged.
 
         Raises:
             CheckpointError: if anything differs from the run that is to be resumed.
@@ -194,17 +195,17 @@ class Books:
     def begin(
         self, state: PyTree, batches: Sequence[Iterator[np.ndarray]] = ()
     ) -> tuple[PyTree, Kept | None]:
-        """Returns the state to go on from, once it is on disk, and where a resumed run stands.
+        """Returns the state to start from, once it is on disk, and where a resumed run stands.
 
         Args:
             state: the state before the first step.
-            batches: what `batches` returned; those of the steps that are done are drawn again.
+            batches: the iterators of `batches`, which are advanced past the steps that are done.
         """
         saved = None if self._folder is None else self._folder.saved
         if self._folder is not None and saved is None:
-            # From here on the run has its randomness, before anything is charged.
+            # The run's randomness is on disk before anything is charged.
             self._save(state, Kept(0, (0,) * len(self.seeds), {}))
-        # Not before the run can be resumed: nobody else could have the seed any more.
+        # Only now that the run can be resumed: a claimed seed is refused to every other run.
         self.claim()
         if saved is None:
             return state, None
@@ -221,10 +222,10 @@ class Books:
         return state, kept if kept.step > 0 else None
 
     def charge(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """Pays for the charged steps of each run from number `before` to `after` − 1.
+        """Charges the private steps of each run from number `before` to `after` − 1.
 
-        The steps may run when this returns. Steps that were charged before a crash are replayed,
-        not charged again.
+        The steps may run once this returns. Steps that were charged before a crash are not charged
+        again.
         """
         for name, start, stop in zip(self._names, before, after, strict=True):
             start, stop = max(int(start), self._charged_steps(name)), int(stop)
@@ -235,7 +236,7 @@ class Books:
                 _log.info("run %s: charged private steps %d to %d", name, start + 1, stop)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
-        """Writes a checkpoint after block number `block`, if one is due."""
+        """Writes a checkpoint after block number `block` if one is due."""
         if self._folder is not None and (is_last or (block + 1) % self._every == 0):
             self._save(state, kept)
 
@@ -251,30 +252,30 @@ class Books:
         _log.debug("run %s: checkpoint after step %d", self._names[0], kept.step)
 
     def _sampling(self, kept: Kept) -> list[str]:
-        """Returns where the generators stood; those that draw no batches stand nowhere."""
+        """Returns the states of the generators, empty for those that draw no batches."""
         return [
             drawn.get(count, "")
             for drawn, count in zip(self._drawn, kept.charged_steps, strict=True)
         ]
 
     def finish(self) -> None:
-        """Removes what is secret: the run has come to its end."""
+        """Removes the secrets of a run that has ended."""
         if self._folder is not None:
             self._folder.finish()
 
     def close(self) -> None:
-        """Unlocks the run folder; what is in it can be resumed."""
+        """Unlocks the run folder; an unfinished run can be resumed."""
         if self._folder is not None:
             self._folder.close()
 
 
 def run_names(name: str, count: int) -> list[str]:
-    """Returns the names that a ledger has for the runs of a sweep, or for a single run."""
+    """Returns the names of the runs of a sweep, or of a single run, in a ledger."""
     return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
 def restored(saved: checkpoints.Saved, like: PyTree) -> tuple[PyTree, Kept]:
-    """State and position of a checkpoint, for a state of the structure of `like`."""
+    """Returns the state and position of a checkpoint, given a state of the same structure."""
     state = checkpoints.from_arrays(like, saved.arrays, "state")
     shown = {
         name.removeprefix("info."): array
@@ -285,7 +286,7 @@ def restored(saved: checkpoints.Saved, like: PyTree) -> tuple[PyTree, Kept]:
 
 
 def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
-    """A digest of where the sampler's generator stands; a secure one stands nowhere."""
+    """Returns a digest of the state of a sampler's generator; a secure one has none."""
     if isinstance(rng, SecureRandom):
         return ""
     state = json.dumps(rng.bit_generator.state, sort_keys=True, default=lambda a: a.tolist())
@@ -295,7 +296,7 @@ def _sampling_state(rng: np.random.Generator | SecureRandom) -> str:
 def check_spend(
     mechanism: Any, spend: Ledger | Budget | None, checkpoint: Checkpoint | None
 ) -> None:
-    """Refuses what cannot go together, before anything is opened."""
+    """Refuses combinations that cannot work, before anything is opened."""
     if spend is not None:
         _validate.instance_of((Ledger, Budget), "Use Budget.open(folder, data=...).", spend=spend)
     if isinstance(spend, FileLedger) and "budget" in spend.records[0]:
@@ -318,7 +319,7 @@ def require_repeatable(mechanism: Mechanism) -> None:
     """Raises for a mechanism whose runs cannot be resumed."""
     if mechanism.is_secure:
         raise ValueError(
-            "a run with a checkpoint repeats the steps after it, to the bit, and secure noise "
-            "cannot be repeated, got both. Leave checkpoint out, or use GaussianNoise(). After "
-            "a crash begin again from the last released parameters; all steps are charged."
+            "a resumed run repeats the steps after its checkpoint, and secure noise cannot be "
+            "repeated, got both. Leave checkpoint out, or use GaussianNoise(). After a crash, "
+            "start again from the last released parameters; all steps are charged."
         )

@@ -1,22 +1,21 @@
-"""Runs that survive a crash: what the next step needs, on disk, for one configuration.
+"""Runs that survive a crash: everything the next step needs is on disk.
 
-A run folder holds, readable by its owner only,
+A run folder, which only its owner can read, holds
 
-    checkpoint-N     the newest two: random seed, parameters, optimiser, noise state, positions
+    checkpoint-N     the newest two: random seed, parameters, optimiser, noise state, position
     secret.key       the key of the data fingerprints
-    ledger.jsonl     what was charged, unless the run has a budget or a ledger of its own
+    ledger.jsonl     what was charged, unless the run is charged to a budget or another ledger
     lock             held by the process that runs
 
-A checkpoint is written under another name, handed to the disk, and renamed, so that it is there as
-a whole or not at all; a checksum tells whether it still is. It is plain bytes behind a JSON header:
-reading one runs no code. Whoever holds it can subtract the noise, so it must not lie in the folder
-that is released, and it is removed at the end.
+A checkpoint is written under a temporary name, synced to disk and renamed, so that it exists as a
+whole or not at all, and a checksum detects later damage. It consists of a JSON header and plain
+bytes, so reading one runs no code. Anyone who holds it can subtract the noise: it must not lie in
+the folder that is released, and it is removed when the run ends.
 
-Resuming replays: the seed fixes batches and noise, and the configuration (mechanism, programs of
-the losses with their gradients and of the optimiser, data, versions, device) is compared before
-anything runs. A step that ran before
-the crash and runs again therefore has the same data, parameters, batch and noise, and is charged
-once.
+Resuming repeats the steps after the checkpoint. The seed determines batches and noise, and the
+configuration (mechanism, programs of the losses with their gradients and of the optimiser, data,
+versions, device) is compared before anything runs. A step that ran before the crash and runs again
+therefore has the same data, parameters, batch and noise, and is charged once.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
 
-# The first is compared only where steps are replayed, the second tells whether they are.
+# The first is compared only if steps are repeated; the second tells whether they are.
 _PROCESSORS = "number of processors"
 _IS_RARE = "whether steps are shown before they are kept"
 
@@ -69,16 +68,16 @@ class Checkpoint:
 
     Args:
         folder: a folder for this run alone, apart from what is released.
-        every: write one after every so many yields of `train`. With 1, the default, a result is
-            handed out only when the checkpoint that holds it is on disk, so that nothing that
-            anybody saw is ever computed again. With more, replaying must be exact to the bit, which
-            CPUs are; other devices only if told so (XLA_FLAGS=--xla_gpu_deterministic_ops=true).
-        resume: go on with the run in the folder, if there is one. Without it, a folder with an
+        every: a checkpoint is written each time `train` has yielded this often. With 1, the
+            default, a result is yielded only after its checkpoint is on disk, so nothing that
+            anyone saw is ever computed again. With more, repeated steps must be exact to the bit.
+            CPUs guarantee that; other devices only with
+            XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+        resume: continue the run in the folder, if there is one. Otherwise a folder with an
             unfinished run is refused.
-        keep: keep the last checkpoint when the run ends; it is secret. A run that ended can then be
-            resumed too, and yields its last state again: keep it until the result is on disk, then
-            call `remove`.
-        wait: seconds to wait for another process that uses the folder.
+        keep: keep the last checkpoint, which is secret, when the run ends. A finished run can then
+            be resumed and yields its last state again. Call `remove` once the result is on disk.
+        wait: how many seconds to wait for another process that uses the folder.
     """
 
     folder: str | os.PathLike[str]
@@ -98,15 +97,15 @@ class Checkpoint:
             )
 
     def remove(self) -> None:
-        """Removes what is secret in the folder, at the latest when the result is safe elsewhere."""
+        """Removes the secrets in the folder; call it once the result is safe elsewhere."""
         remove_checkpoints(self.folder)
 
     def open(self, adjacency: Adjacency, spend: Ledger | Budget | None = None) -> "RunFolder":
         """Locks the folder and reads the newest intact checkpoint in it.
 
         Args:
-            adjacency: of a new ledger, where nothing is given to charge.
-            spend: what the run is charged to; by default a ledger in the folder.
+            adjacency: the adjacency of the folder's own ledger, used if `spend` is None.
+            spend: what the run is charged to; by default, a ledger in the folder.
         """
         ledger = spend.ledger if isinstance(spend, Budget) else spend
         return RunFolder(self, adjacency, ledger if isinstance(ledger, FileLedger) else None)
@@ -118,11 +117,11 @@ class Saved:
 
     Attributes:
         run: the run's name in the ledger.
-        entropy: where the randomness of each run comes from. Secret.
-        configuration: what must be the same to go on.
+        entropy: the seed of each run's randomness. Secret.
+        configuration: what must be unchanged when the run is resumed.
         ledger: how far the ledger reached.
-        position: numbers, such as how many steps are done.
-        arrays: by name; random keys as their data.
+        position: how far the run got, such as the number of steps.
+        arrays: the state by name, with random keys as their data.
     """
 
     run: str
@@ -133,7 +132,7 @@ class Saved:
     arrays: Mapping[str, np.ndarray]
 
     def to_bytes(self) -> bytes:
-        """A checksum, a JSON header, and the arrays' bytes."""
+        """Returns a checksum, a JSON header and the bytes of the arrays."""
         contents = {name: np.asarray(array) for name, array in self.arrays.items()}
         header = {
             "run": self.run,
@@ -153,10 +152,10 @@ class Saved:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Saved":
-        """The inverse of `to_bytes`.
+        """Inverts `to_bytes`.
 
         Raises:
-            ValueError: for anything else, also by a single bit.
+            ValueError: if a single bit differs.
         """
         start = len(MAGIC) + 65
         body = content[start:]
@@ -181,7 +180,7 @@ class Saved:
 
 
 class RunFolder:
-    """An open run folder: locked, with what was found in it. Made by `Checkpoint.open`."""
+    """A run folder that is locked, with the checkpoint found in it; see `Checkpoint.open`."""
 
     def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):
         self._checkpoint = checkpoint
@@ -207,7 +206,7 @@ class RunFolder:
             if self.saved is not None and ledger is None and not path.exists():
                 raise CheckpointError(
                     f"expected the budget or ledger that the run in {str(folder)!r} began with, "
-                    "got none. Name it again (--budget, budget=, ledger=)."
+                    "got none. Name it again (spend=, --budget)."
                 )
             if ledger is None:
                 ledger = self._owned = (
@@ -232,7 +231,7 @@ class RunFolder:
         """Compares the configuration with that of the run in the folder, if there is one.
 
         Args:
-            configuration: what must be the same to go on, by name; hashes where it is long.
+            configuration: what must be unchanged, by name; long texts as hashes.
             seeds: the caller's seed of each run, or None.
 
         Returns:
@@ -249,9 +248,9 @@ class RunFolder:
                 "from the operating system" if seed is None else str(operator.index(seed))
                 for seed in seeds
             ),
-            # What a key stands for is also up to settings of JAX (jax_threefry_partitionable).
+            # The noise of a key also depends on settings of JAX (jax_threefry_partitionable).
             "noise of a key": _noise_program(),
-            # How a matrix product is cut into threads decides its rounding.
+            # The rounding of a matrix product depends on how it is divided among threads.
             _PROCESSORS: str(_num_processors()),
             _IS_RARE: str(self._checkpoint.every > 1),
         }
@@ -265,7 +264,7 @@ class RunFolder:
         return self._entropy
 
     def _compare(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-        """Refuses another configuration; where steps that were seen run again, rounding counts."""
+        """Refuses another configuration; rounding matters if steps that were seen run again."""
         replays = self._is_behind or "True" in (then.get(_IS_RARE), now[_IS_RARE])
         if replays and not _is_exact():
             raise CheckpointError(
@@ -280,7 +279,7 @@ class RunFolder:
         _compare(then, now, self.folder)
 
     def save(self, position: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes a checkpoint; it is on disk when this returns."""
+        """Writes a checkpoint, which is on disk when this returns."""
         assert self._configuration is not None
         content = Saved(
             run=self.id,
@@ -302,7 +301,7 @@ class RunFolder:
                 found[old].unlink()
 
     def finish(self) -> None:
-        """Removes the checkpoints and the key, unless they are to be kept; the ledger stays."""
+        """Removes the checkpoints and the key unless they are to be kept; the ledger stays."""
         if not self._checkpoint.keep:
             remove_checkpoints(self.folder)
         self.close()
@@ -317,7 +316,7 @@ class RunFolder:
         return checkpoint_files(self.folder)
 
     def _load(self) -> Saved | None:
-        """The newest intact checkpoint; None if there never was one."""
+        """Returns the newest intact checkpoint, or None if there never was one."""
         found = self._files()
         for number in sorted(found, reverse=True):
             try:
@@ -331,16 +330,16 @@ class RunFolder:
                     UserWarning,
                 )
                 self._is_behind = True
-                # It would count as the newest again.
+                # A damaged file with a higher number would count as the newest again.
                 for damaged in set(found) - {number}:
                     if damaged > number:
                         found[damaged].unlink()
             return saved
         if found:
             raise CheckpointError(
-                f"expected an intact checkpoint in {str(self.folder)!r}, got none that is not "
-                "cut or changed. Restore one from a copy, or remove the folder and start over; "
-                "what was charged stays charged."
+                f"expected an intact checkpoint in {str(self.folder)!r}, got only damaged ones. "
+                "Restore one from a copy, or remove the folder and start over; what was charged "
+                "stays charged."
             )
         return None
 
@@ -360,10 +359,10 @@ class RunFolder:
 
 
 def is_unfinished(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a run that can be resumed.
+    """Returns whether a folder holds a run that can be resumed.
 
     Raises:
-        LockedError: if a process is at it now.
+        LockedError: if another process is using the folder.
     """
     if not checkpoint_files(folder):
         return False
@@ -372,7 +371,7 @@ def is_unfinished(folder: str | os.PathLike[str]) -> bool:
 
 
 def checkpoint_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """The checkpoints in a folder, by number."""
+    """Returns the checkpoints in a folder by number."""
     if not Path(folder).is_dir():
         return {}
     matches = ((_NAME.fullmatch(path.name), path) for path in Path(folder).iterdir())
@@ -380,7 +379,7 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
-    """Removes what is secret in a run folder; the ledger stays."""
+    """Removes the secrets in a run folder; the ledger stays."""
     folder = Path(folder)
     if not folder.is_dir():
         return
@@ -399,13 +398,13 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _is_exact() -> bool:
-    """Whether the device computes the same program twice to the same bits."""
+    """Returns whether running a program twice on this device gives the same bits."""
     deterministic = "xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
     return jax.devices()[0].platform == "cpu" or deterministic
 
 
 def _num_processors() -> int:
-    """Those that this process may use, which is what the compiler goes by."""
+    """Returns the number of processors that this process, and so the compiler, may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -432,11 +431,8 @@ def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> N
     )
 
 
-# Trees of arrays, by the paths of their leaves.
-
-
 def to_arrays(tree: PyTree, prefix: str) -> dict[str, np.ndarray]:
-    """The leaves of a tree by name; random keys as their data."""
+    """Returns the leaves of a tree by path, with random keys as their data."""
     return {
         prefix + jax.tree_util.keystr(path): np.asarray(
             jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -446,7 +442,7 @@ def to_arrays(tree: PyTree, prefix: str) -> dict[str, np.ndarray]:
 
 
 def from_arrays(like: PyTree, arrays: Mapping[str, np.ndarray], prefix: str) -> PyTree:
-    """The inverse of `to_arrays`, for a tree of the same structure as `like`."""
+    """Inverts `to_arrays` for a tree with the structure of `like`."""
 
     def restored(path, leaf):
         found = arrays.get(prefix + jax.tree_util.keystr(path))
@@ -471,12 +467,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def program(name: str, function: Any, *like: Any) -> str:
-    """A hash of what a function computes: its compiled-to-be program and the arrays it holds.
+    """Returns a hash of what a function computes: its program and the arrays that it holds.
 
-    Equal in every process for equal programs, whatever their functions are called. A gradient is
-    hashed with the custom rules that it was traced with: pass `jax.value_and_grad(...)`. What is
-    printed by `jax.debug.print` is not part of it; that something is printed is, since the compiler
-    may then round otherwise.
+    Equal programs have equal hashes in every process, whatever their functions are called. To
+    include the custom rules of a gradient, pass `jax.value_and_grad(...)`. The text that
+    `jax.debug.print` prints does not count, but the fact that it prints does, since it can change
+    how the compiler rounds.
 
     Args:
         name: what the function is, for messages.
@@ -484,8 +480,8 @@ def program(name: str, function: Any, *like: Any) -> str:
         *like: arguments, or their shapes and types.
 
     Raises:
-        CheckpointError: if it calls something that is no part of the program, such as a host
-            callback: nobody could tell whether that is still the same.
+        CheckpointError: if the function calls code outside the program, such as a host callback,
+            which cannot be compared.
     """
     traced = jax.jit(function).trace(*like)
     for equation in _jaxprs.equations(traced.jaxpr):
@@ -506,7 +502,7 @@ _DEFINED = re.compile(rf"(?:^module|\bfunc\.func(?: \w+)?) ({_SYMBOL.pattern})",
 
 
 def _without_names(text: str) -> str:
-    """The text of a module with its functions numbered; names of operations stay."""
+    """Returns the text of a module with numbers for the names of its functions."""
     numbers: dict[str, str] = {}
     for symbol in _DEFINED.findall(text):
         numbers.setdefault(symbol, f"@{len(numbers)}")
@@ -514,9 +510,9 @@ def _without_names(text: str) -> str:
 
 
 def fields(name: str, value: Any) -> dict[str, str]:
-    """A dataclass as one entry per field, so that a message can say which of them differs."""
+    """Returns one entry per field of a dataclass, so that a message can name what differs."""
     if isinstance(value, np.ndarray | jax.Array):
-        # Its repr leaves out the middle.
+        # The repr of a long array leaves out the middle.
         return {name: _fingerprint.of_arrays(b"no secret", value)}
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
@@ -528,6 +524,6 @@ def fields(name: str, value: Any) -> dict[str, str]:
 
 
 def outline(values: Sequence[float] | np.ndarray) -> str:
-    """A list of numbers in a word and a hash."""
+    """Returns the length of a list of numbers and a hash of them."""
     array = np.asarray(values)
     return f"{len(array)} values, {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
