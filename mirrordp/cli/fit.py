@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TASKS = ("regression", "classification", "count")
 RUN_SUFFIX = ".run"
+_METHODS = ("auto", "exact", "dpsgd")
 _TABLE = "CSV or Parquet"
 
 
@@ -90,6 +91,21 @@ def add(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help=f"{_TABLE}; further rows that need no protection, to evaluate the model on",
+    )
+    parser.add_argument(
+        "--method",
+        type=one_of(*_METHODS),
+        default="auto",
+        metavar=f"{{{','.join(_METHODS)}}}",
+        help="exact mirror descent or DP-SGD, both from the public model (default: auto, which is "
+        "exact)",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=positive,
+        default="auto",
+        metavar="R",
+        help="learning rate of the private descent (default: chosen on public rows)",
     )
     parser.add_argument(
         "--secure",
@@ -162,6 +178,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 epsilon=arguments.epsilon,
                 delta=arguments.delta,
                 allow_large_delta=arguments.allow_large_delta,
+                method=arguments.method,
+                learning_rate=arguments.learning_rate,
                 secure=arguments.secure,
                 seed=arguments.seed,
                 categorical=arguments.categorical,

@@ -8,13 +8,15 @@ matrix product,
 
     Σ_i clip(u_i ⊗ r_i, C) = Uᵀ diag(c) R,     c_i = min(1, C / (‖u_i‖ ‖r_i‖)).
 
-`private_descent` is Algorithm 1 with full batches of this sum; `mirrordp.linear.tuning` chooses its
+`private_descent` is Algorithm 1 with full batches of this sum, and with a geometry that corrects
+itself where the private loss is steeper than the public one; `mirrordp.linear.tuning` chooses its
 settings. Everything is computed in float64 by NumPy: a step passes over the rows twice, which
 leaves nothing for a compiler to gain.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,8 @@ from mirrordp.types import PyTree
 
 _LARGEST_NORM, _SMALLEST_NORM = 1e140, 1e-140
 _BLOCK = 4096
+# A step is taken back if the curvature exceeds 1/η by so much, and by so many standard errors.
+_TOLERANCE, _STANDARD_ERRORS = 0.25, 3.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,10 +153,12 @@ def private_descent(
 ) -> np.ndarray:
     """Runs full-batch private gradient descent from Θ_0 and returns the average of its iterates:
 
-        Θ_{t+1} = Θ_t − η (Σ_i clip(u_i ⊗ r_i(Θ_t), C) + N(0, σ²C²)) / n,    t = 0, ..., T − 1.
+        Θ_{t+1} = Θ_t − η M⁻¹ (Σ_i clip(u_i ⊗ r_i(Θ_t), C) + N(0, σ²C²)) / n,    t = 0, ..., T − 1.
 
-    The first ⌊T/8⌋ iterates are left out of the average. In features scaled by the inverse root of
-    a Hessian this is mirror descent on the quadratic map with that Hessian.
+    The first ⌊T/8⌋ iterates are left out of the average. M is the identity as long as the private
+    loss is not much steeper than 1/η; see `descend_safely` for what happens elsewhere. In features
+    scaled by the inverse root of a Hessian this is mirror descent on the quadratic map with that
+    Hessian.
 
     Args:
         family: the family of the loss.
@@ -175,7 +181,13 @@ def private_descent(
     def gradient(theta: np.ndarray) -> np.ndarray:
         return mechanism.mean(add_noise(clipped_sum(theta, rows)))
 
-    return descend(gradient, theta, num_steps=mechanism.num_steps, learning_rate=learning_rate)
+    return descend_safely(
+        gradient,
+        theta,
+        num_steps=mechanism.num_steps,
+        learning_rate=learning_rate,
+        noise=mechanism.noise_stddev / len(rows),
+    )
 
 
 class _NoiseStream:
@@ -230,3 +242,86 @@ def descend(
         if step >= first:
             total += theta
     return total / (num_steps - first)
+
+
+def descend_safely(
+    gradient: Callable[[np.ndarray], np.ndarray],
+    theta: np.ndarray,
+    *,
+    num_steps: int,
+    learning_rate: float,
+    noise: float,
+) -> np.ndarray:
+    """Descends as `descend` does, and stays stable where the loss is steeper than expected.
+
+    In the coordinates of the descent the public Hessian is the identity, so a step of η < 2 is
+    stable if the private rows are of the same kind. If they are not, the curvature λ of the private
+    loss can exceed 2/η in some direction, and plain steps diverge along it. But two noisy gradients
+    tell the curvature between two iterates: with s = Θ_{t+1} − Θ_t and y = g_{t+1} − g_t,
+
+        y = H s + noise,    so that r = ηy − Ms estimates (ηH − M)s.
+
+    If ⟨r, s⟩ says that ηH exceeds M along s, by a quarter and by three standard errors, the step is
+    taken back and M becomes M + r rᵀ/⟨r, s⟩: the symmetric rank-one update, which makes Ms = ηy.
+    What is orthogonal to s in r is first shrunk by the share of it that is noise. Two corrections
+    make ⟨r, s⟩ fair: s contains the noise ν of g_t, so ⟨s, −ν⟩ has mean η tr(M⁻¹) × the variance of
+    the noise, which is subtracted and adds to the standard error.
+
+    All of this looks at gradients that are already private, so it costs no privacy. A step that is
+    taken back still counts as one of T. As long as none is, the iterates are those of `descend`.
+
+    Args:
+        gradient: returns the noisy mean gradient; it is called T times.
+        theta: Θ_0.
+        num_steps: T.
+        learning_rate: η.
+        noise: the standard deviation of the noise in each coordinate of the gradient.
+    """
+    # M = I + W Wᵀ, where W has one column for each step that was taken back.
+    learned = np.zeros((theta.size, 0))
+    here, total, first = theta.ravel(), np.zeros(theta.size), num_steps // 8
+    grad = gradient(theta).ravel()
+    for step in range(num_steps):
+        small = np.linalg.inv(np.eye(learned.shape[1]) + learned.T @ learned)
+        move = -learning_rate * (grad - learned @ (small @ (learned.T @ grad)))
+        there = here + move
+        if step + 1 < num_steps:
+            grad_there = gradient(there.reshape(theta.shape)).ravel()
+            expected = move + learned @ (learned.T @ move)
+            column = _excess_curvature(
+                move,
+                expected,
+                learning_rate * (grad_there - grad) - expected,
+                variance=(learning_rate * noise) ** 2,
+                trace=theta.size - learned.shape[1] + np.trace(small),
+            )
+            if column is None:
+                grad = grad_there
+            else:
+                there, learned = here, np.column_stack([learned, column])
+        here = there
+        if step >= first:
+            total += here
+    return (total / (num_steps - first)).reshape(theta.shape)
+
+
+def _excess_curvature(
+    move: np.ndarray, expected: np.ndarray, excess: np.ndarray, *, variance: float, trace: float
+) -> np.ndarray | None:
+    """Returns the column w of the update M + wwᵀ of `descend_safely`, or None if M is good enough.
+
+    Args:
+        move: s.
+        expected: Ms.
+        excess: r = ηy − Ms.
+        variance: of the noise in each coordinate of a gradient, times η².
+        trace: tr(M⁻¹).
+    """
+    square = move @ move
+    along = excess @ move - variance * trace
+    error = math.sqrt(2 * variance * (square + variance * len(move)))
+    if along <= max(_TOLERANCE * (move @ expected), _STANDARD_ERRORS * error):
+        return None
+    across = excess - (excess @ move / square) * move
+    signal = max(0.0, 1 - 2 * variance * (len(move) - 1) / max(across @ across, 1e-300))
+    return ((along / square) * move + signal * across) / math.sqrt(along)

@@ -361,11 +361,11 @@ def _gaussian_mu(event: DpEvent) -> float | None:
 def _gaussian_epsilon(mu: float, delta: float) -> float:
     if mu == 0:
         return 0.0
-    return (
-        math.inf
-        if math.isinf(mu)
-        else float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
-    )
+    if math.isinf(mu):
+        return math.inf
+    # For a tiny μ it takes the logarithm of zero on the way, which is minus infinity as it should.
+    with np.errstate(divide="ignore"):
+        return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
 
 
 def calibrate(

@@ -256,6 +256,8 @@ def fit_files(
     epsilon: float,
     delta: float | None = None,
     allow_large_delta: bool = False,
+    method: str = "auto",
+    learning_rate: float | str = "auto",
     secure: bool = False,
     seed: int | None = None,
     categorical: Sequence[str] = (),
@@ -279,6 +281,8 @@ def fit_files(
         delta: δ. The default is that of the budget or, without a budget, one that follows from the
             number of rows (`accounting.default_delta`).
         allow_large_delta: whether to accept a δ above one over the number of private rows.
+        method: "exact" (mirror descent), "dpsgd" (warm DP-SGD), or "auto"; see the estimators.
+        learning_rate: η of the descent, or "auto".
         secure: whether the noise comes from a cryptographic generator; see the estimators.
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
@@ -346,6 +350,8 @@ def fit_files(
             delta=delta,
             allow_large_delta=allow_large_delta,
             adjacency=adjacency.value,
+            method=method,
+            learning_rate=learning_rate,
             secure=secure,
             random_state=seed,
         )
