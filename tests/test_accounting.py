@@ -234,7 +234,7 @@ class TestEpsilon:
         found = accounting.epsilon(event_of(0.0), 1e-5, adjacency=ZERO_OUT, accountant=accountant)
         assert found.epsilon == math.inf
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(
         sigma=st.floats(0.6, 5.0),
         q=st.floats(1e-3, 0.3),
@@ -330,7 +330,6 @@ class TestCalibrate:
             (0.1, ADD_REMOVE),
             (1.0, ZERO_OUT),
             (4.0, ZERO_OUT),
-            (0.1, REPLACE),
             (2.0, REPLACE),
         ],
     )
@@ -362,7 +361,7 @@ class TestCalibrate:
         )
         assert 0.99 * target <= found <= target
 
-    @pytest.mark.parametrize("target", TARGETS[1:])
+    @pytest.mark.parametrize("target", [0.1, 3.0, 50.0])
     def test_fixed_size(self, target):
         found = calibrated(
             target,
@@ -418,8 +417,10 @@ class TestCalibrate:
             )
 
 
-@pytest.mark.parametrize("adjacency", list(Adjacency))
-@pytest.mark.parametrize("num_steps", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("num_steps", "adjacency"),
+    [(1, ADD_REMOVE), (7, ADD_REMOVE), (7, ZERO_OUT), (7, REPLACE), (300, REPLACE)],
+)
 def test_kept_step_gives_what_the_accountant_gives(adjacency, num_steps):
     event = accounting.poisson_event(2.0, sampling_prob=0.05, num_steps=num_steps)
     accountant = PLDAccountant(adjacency.neighboring_relation).compose(event)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import signal
@@ -18,6 +19,8 @@ from tests.test_demo import TINY
 CIFAR = ["--num-examples", "48000", "--batch-size", "500", "--steps", "9600", "--delta", "1e-5"]
 SMALL = ["--sampling-prob", "0.01", "--steps", "100", "--delta", "1e-5"]
 ACCOUNT = ["account", "--noise-multiplier", "1.5"]
+# What is tuned, and how well, is none of the command's business.
+ONE_RATE = dataclasses.replace(TINY, learning_rates=(1.0,), num_steps=6)
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +36,14 @@ def run_json(capsys, *arguments):
     return json.loads(out)
 
 
-# Field notes, section 1: noise multiplier, n, batch, steps, delta, RDP, PLD.
+# Field notes, section 1: noise multiplier, n, batch, steps, delta, RDP, PLD. The rows of little
+# noise, which take long, are in test_accounting.py.
 PAPER = [
     (1.51, 48_000, 500, 9_600, 1e-5, 3.508, 3.230),
     (20.0, 48_000, 500, 9_600, 1e-5, 0.185, 0.164),
-    (0.41, 670_014, 500, 67_001, 1e-6, None, 23.06),
     (1.89, 670_014, 500, 67_001, 1e-6, 0.478, 0.443),
-    (0.5, 46_813, 250, 3_745, 1e-5, 15.72, 13.76),
     (1.08, 46_813, 250, 3_745, 1e-5, 1.712, 1.550),
-    (0.83, 48_764, 250, 3_901, 1e-5, 3.026, 2.632),
     (1.49, 48_764, 250, 3_901, 1e-5, 1.006, 0.916),
-    (0.4, 342_477, 100, 1_600, 1e-6, 7.513, 6.052),
 ]
 
 
@@ -56,10 +56,7 @@ def test_account_gives_the_columns_of_the_paper(capsys, sigma, n, batch, steps, 
     ]
     assert run_json(capsys, *options)["epsilon"] == pytest.approx(pld, abs=0.01)
     found = run_json(capsys, *options, "--accountant", "rdp")["epsilon"]
-    if rdp is None:
-        assert 25.87 < found < 25.94
-    else:
-        assert found == pytest.approx(rdp, abs=0.01)
+    assert found == pytest.approx(rdp, abs=0.01)
 
 
 def test_a_number_of_records_that_is_secret_is_asked_for_as_a_guess(capsys):
@@ -139,7 +136,7 @@ def test_fixed_size_falls_back_to_rdp_and_says_so(capsys):
 )
 def test_epochs_are_steps(capsys, epochs, sampling, steps):
     """Rounded up, and not by the rounding of a division."""
-    options = [*sampling, "--delta", "1e-6", "--accountant", "rdp"]
+    options = [*sampling, "--delta", "1e-6", "--accountant", "rdp", "--orders", "coarse"]
     noise = ["account", "--noise-multiplier", "3"]
     found = run_json(capsys, *noise, *options, "--epochs", epochs)
     assert found["steps"] == steps
@@ -307,7 +304,7 @@ def test_version(capsys):
 
 
 def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: ONE_RATE)
     assert (
         cli.main(["demo", "--out", str(tmp_path / "out"), "--seed", "3", "--json", "--quiet"]) == 0
     )
@@ -323,14 +320,14 @@ def test_demo_prints_one_object(capsys, tmp_path, monkeypatch):
 
 
 def test_demo_prints_a_table(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: ONE_RATE)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     for words in ("DP-SGD, cold", "DP-SGD, warm", "PDA-DPMD", "<- best", str(tmp_path), "Took"):
         assert words in captured.out
     assert "not for release" in captured.err
     # Plain lines of progress, since this is no terminal.
-    assert "run 12 of 12" in captured.err
+    assert "run 9 of 9" in captured.err
     assert not {"\r", "\033"} & set(captured.err + captured.out)
 
 
@@ -403,17 +400,18 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert errors == b""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [*ACCOUNT, *SMALL]])
-def test_jax_is_not_imported(arguments):
+def test_jax_is_not_imported():
     """It takes seconds."""
     code = f"""
 import sys
 from mirrordp import cli
-try:
-    assert cli.main({arguments!r}) == 0
-except SystemExit as stopped:
-    assert stopped.code == 0
-assert not {{"jax", "jax_privacy", "optax", "sklearn", "matplotlib"}} & set(sys.modules)
+for arguments in (["--help"], ["--version"], {[*ACCOUNT, *SMALL]!r}):
+    try:
+        assert cli.main(arguments) == 0
+    except SystemExit as stopped:
+        assert stopped.code == 0
+    found = {{"jax", "jax_privacy", "optax", "sklearn", "matplotlib"}} & set(sys.modules)
+    assert not found, (arguments, found)
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
