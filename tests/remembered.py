@@ -11,9 +11,18 @@ from mirrordp.privacy import accounting
 from mirrordp.report import statement
 
 _epsilon = functools.cache(accounting._gaussian_epsilon)
-_rdp_epsilon = functools.cache(accounting._rdp_epsilon)
+_honest_rdp_epsilon = accounting._rdp_epsilon
+_cached_rdp_epsilon = functools.cache(_honest_rdp_epsilon)
 _versions = functools.cache(statement.library_versions)
 _plans = {}
+
+
+def _rdp_epsilon(event, delta, adjacency, orders):
+    try:
+        hash(event)
+    except TypeError:  # A composition keeps its parts in a list.
+        return _honest_rdp_epsilon(event, delta, adjacency, orders)
+    return _cached_rdp_epsilon(event, delta, adjacency, orders)
 
 
 def _plan(family, x, targets, **options):

@@ -12,9 +12,16 @@ from mirrordp import cli
 from mirrordp.data import UNPROTECTED
 from mirrordp.linear import estimators
 from mirrordp.tables import TableError, fitting as tabular, read_table
+from tests import remembered
 
 SECRET = "zanzibar"
 """A category that occurs in private rows only."""
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
+    remembered.plans(monkeypatch)
 
 
 def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
