@@ -12,9 +12,16 @@ from mirrordp import cli
 from mirrordp.data import UNPROTECTED
 from mirrordp.linear import estimators
 from mirrordp.tables import TableError, fitting as tabular, read_table
+from tests import remembered
 
 SECRET = "zanzibar"
 """A category that occurs in private rows only."""
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
+    remembered.plans(monkeypatch)
 
 
 def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
@@ -119,6 +126,8 @@ def test_fit_and_predict(capsys, tmp_path, task):
         assert correlation[0, 1] > (0.9 if task == "regression" else 0.5)
 
 
+@pytest.mark.filterwarnings("ignore:this is one of [0-9]+ private fits")
+@pytest.mark.filterwarnings("ignore:.*beyond the range of the public table")
 def test_predictions_are_those_of_the_estimator(files, monkeypatch):
     kept = {}
     make = tabular._estimator

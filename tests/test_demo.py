@@ -1,3 +1,4 @@
+import functools
 import json
 
 import jax.numpy as jnp
@@ -9,13 +10,11 @@ from mirrordp._rounding import upwards
 from mirrordp.demo import METHODS, DemoSettings, Method, make_task, run_demo, run_method, sgd
 from mirrordp.training import engine
 
-# A handful of public rows can be told apart perfectly, so their loss falls without end.
-pytestmark = pytest.mark.filterwarnings("ignore:the warm start did not converge")
-
+# More features than public rows: the loss of held-out ones soon rises, and the warm start ends.
 TINY = DemoSettings(
     num_private=200,
-    num_public=40,
-    num_features=5,
+    num_public=20,
+    num_features=40,
     num_classes=3,
     num_test=100,
     batch_size=20,
@@ -27,10 +26,36 @@ TINY = DemoSettings(
 )
 
 
+_mechanism = functools.cache(DemoSettings.mechanism)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _noise_is_chosen_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DemoSettings, "mechanism", _mechanism)
+        yield
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def recorded(tmp_path_factory):
+    """A finished demonstration, and the seeds of the models that it charged."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    return run_demo(folder, seed=1, settings=TINY, progress=False)
+    seeds = []
+    honest = demo.train
+
+    def train(*arguments, **options):
+        if options["spend"] is not None:
+            seeds.append(options["seed"])
+        return honest(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "train", train)
+        return run_demo(folder, seed=1, settings=TINY, progress=False), seeds
+
+
+@pytest.fixture(scope="module")
+def finished(recorded):
+    return recorded[0]
 
 
 def test_demo_leaves_three_files(finished):
@@ -53,18 +78,9 @@ def test_all_models_together_cost_more_than_one(finished):
     assert upwards(together) in report.scope
 
 
-def test_models_that_are_added_up_have_noise_of_their_own(tmp_path, monkeypatch):
+def test_models_that_are_added_up_have_noise_of_their_own(recorded):
     """Composition relies on it: noise that is added to two sums cancels in their difference."""
-    seeds = []
-    honest = demo.train
-
-    def recorded(*arguments, **options):
-        if options["spend"] is not None:
-            seeds.append(options["seed"])
-        return honest(*arguments, **options)
-
-    monkeypatch.setattr(demo, "train", recorded)
-    run_demo(tmp_path, seed=1, settings=TINY, progress=False)
+    _, seeds = recorded
     assert len(seeds) == len(set(seeds)) == len(METHODS)
 
 
@@ -164,7 +180,8 @@ def test_pda_wins_by_more_than_the_error_bar():
             )
 
         # Warm DP-SGD gets its best rate in hindsight and PDA-DPMD only one, against our claim.
-        gaps.append(best(METHODS[1], (1.0, 2.0, 4.0, 8.0)) - best(METHODS[2], (16.0,)))
+        # Its loss has the minimum between 2 and 4: at 1 and 8 it was larger in every trial.
+        gaps.append(best(METHODS[1], (2.0, 4.0)) - best(METHODS[2], (16.0,)))
     error = np.std(gaps, ddof=1) / np.sqrt(len(gaps))
     assert np.mean(gaps) > 3 * error
     assert np.mean(gaps) > 0.02

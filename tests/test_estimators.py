@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from joblib import _parallel_backends
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -26,8 +27,18 @@ from mirrordp.linear.estimators import (
     PrivatePoissonRegressor,
 )
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR
+from tests import remembered
+
+# Most tests fit twice to compare; TestRepeatedFits is about what is then said.
+pytestmark = pytest.mark.filterwarnings("ignore:this is one of [0-9]+ private fits:UserWarning")
 
 WIDTH = 5
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
+    remembered.plans(monkeypatch)
 
 
 def softmax_loss(theta, example):
@@ -217,7 +228,7 @@ class TestPublicObjective:
         objective = tuning.PublicObjective(family, rows, ridge, np.zeros_like(theta))
         with jax.enable_x64(True):
             batch = {"u": jnp.asarray(rows.features), "y": jnp.asarray(rows.targets)}
-            grad = jax.grad(lambda t: jnp.mean(jax.vmap(loss_fn, (None, 0))(t, batch)))
+            grad = jax.jit(jax.grad(lambda t: jnp.mean(jax.vmap(loss_fn, (None, 0))(t, batch))))
             left = grad(jnp.asarray(objective.minimizer)) + ridge[:, None] * objective.minimizer
         assert np.abs(left).max() < 1e-4
 
@@ -232,7 +243,7 @@ class TestPublicObjective:
             def mean_loss(flat):
                 return jnp.mean(jax.vmap(loss_fn, (None, 0))(flat[:, None], batch))
 
-            hessian = jax.hessian(mean_loss)(jnp.asarray(objective.minimizer[:, 0]))
+            hessian = jax.jit(jax.hessian(mean_loss))(jnp.asarray(objective.minimizer[:, 0]))
         basis = objective.whitening
         whitened = basis @ (np.asarray(hessian) + 1e-3 * np.eye(WIDTH)) @ basis
         np.testing.assert_allclose(whitened, np.eye(WIDTH), atol=1e-8)
@@ -307,7 +318,13 @@ def task(request):
 
 class TestContract:
     @pytest.mark.parametrize(
-        "estimator", [PrivateLinearRegression, PrivateLogisticRegression, PrivatePoissonRegressor]
+        "estimator",
+        [
+            PrivateLinearRegression(random_state=0),
+            PrivateLogisticRegression(num_steps=4, random_state=0),
+            PrivatePoissonRegressor(num_steps=4, random_state=0),
+        ],
+        ids=lambda estimator: type(estimator).__name__,
     )
     def test_scikit_learn(self, estimator):
         """No check is excepted: the checks set random_state, which makes fits repeatable.
@@ -317,7 +334,33 @@ class TestContract:
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            check_estimator(estimator(random_state=0), on_skip=None)
+            check_estimator(estimator, on_skip=None)
+
+    def test_plans_follow_from_public_rows_and_settings_alone(self, task, monkeypatch):
+        """The other tests rely on it, since they compute a plan once."""
+        monkeypatch.undo()
+        found = []
+
+        def record(family, x, targets, **options):
+            plan = remembered.honest_plan(family, x, targets, **options)
+            again = remembered._plan(family, x, targets, **options)
+            found.append((plan, again))
+            return plan
+
+        monkeypatch.setattr(estimators, "plan_warm", record)
+        monkeypatch.setattr(descent, "private_descent", lambda family, theta, *_, **__: theta)
+        public = draw(task, 60, seed=1)
+        TASKS[task](random_state=0).fit(*draw(task, 100), *public)
+        TASKS[task](random_state=1).fit(*draw(task, 100, seed=5), *public)
+        (plan, again), (other, other_again) = found
+        assert again is other_again
+        for same in (again, other):
+            assert same.settings == plan.settings
+            np.testing.assert_array_equal(same.theta, plan.theta)
+            for name in ("shift", "factor", "basis"):
+                np.testing.assert_array_equal(
+                    getattr(same.scaling, name), getattr(plan.scaling, name)
+                )
 
     def test_attributes(self, task):
         x, y = draw(task, 300)
@@ -586,9 +629,10 @@ class TestCopies:
         rng = np.random.default_rng(0)
         x_public = np.arange(10.0)[:, None]
         x = rng.integers(10, size=(300, 1)).astype(float)
-        PrivateLinearRegression(num_steps=1, random_state=0).fit(
-            x, x[:, 0], x_public, x_public[:, 0]
-        )
+        with pytest.warns(UnprotectedWarning, match="300 private rows equal a public row"):
+            PrivateLinearRegression(num_steps=1, random_state=0).fit(
+                x, x[:, 0], x_public, x_public[:, 0]
+            )
         assert len(sums) == 1
 
     def test_equal_features_with_another_target_are_no_copy(self, sums):
@@ -712,6 +756,7 @@ class TestNobodyChangesTheNumbersOfAnother:
 
 
 class TestPrivacy:
+    @pytest.mark.filterwarnings("ignore:.*beyond the range of public ones")
     def test_private_rows_decide_neither_bounds_nor_scaling(self, task, monkeypatch):
         """Private rows a million times as large: the same C, T, η, σ, start and coordinates."""
         seen = []
@@ -783,6 +828,8 @@ class TestPrivacy:
         assert np.isfinite(absent.coef_).all()
         assert absent.predict_proba(x)[:, 0].min() > 0
 
+    @pytest.mark.filterwarnings("ignore:.*beyond the range of public ones")
+    @pytest.mark.filterwarnings("ignore:divide by zero encountered in log1p:RuntimeWarning")
     def test_a_hopeless_budget_returns_the_public_model_and_spends_nothing(self, task):
         x, y = draw(task, 100)
         model = TASKS[task](epsilon=1e-5, random_state=0).fit(x, y, *draw(task, 60, seed=1))
@@ -851,8 +898,15 @@ class TestRepeatedFits:
         assert re.findall(r"epsilon (\d+\.\d+) together", last) == [f"{stated:.4g}"]
         assert any("not charged" in warned.title for warned in report.warnings())
 
-    def test_a_search_in_other_processes(self):
+    def test_a_search_in_other_processes(self, monkeypatch):
         """Their fits are not seen here; that copies were made for them is."""
+        # One other process will do, since each of them imports JAX.
+        executor = _parallel_backends.get_memmapping_executor
+        monkeypatch.setattr(
+            _parallel_backends,
+            "get_memmapping_executor",
+            lambda n_jobs, **options: executor(1, **options),
+        )
         data = (*draw("regression", 100), draw("regression", 60, seed=1))
         report, told = self.search(GridSearchCV, *data, n_jobs=2)
         (fits,) = map(int, re.findall(r"one of (\d+) fits", report.tuning))
@@ -1171,6 +1225,7 @@ class TestMistakes:
 
 
 class TestQuality:
+    @pytest.mark.filterwarnings("ignore:divide by zero encountered in log1p:RuntimeWarning")
     def test_better_than_cold_and_than_public_alone(self, task):
         """Paired over five data sets: the mean gain is many times its standard error."""
         gains = {"cold": [], "public": []}

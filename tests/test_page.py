@@ -17,7 +17,14 @@ from mirrordp.privacy import FullBatch
 from mirrordp.report import Curve, ReportError, RunReport, card, charts
 from mirrordp.report.comparison import Comparison
 from mirrordp.report.page import comparison_page, report_page
+from tests import remembered
 from tests.test_report import DELTA, make_mechanism
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
+
 
 HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\x07" + "x" * 80
 

@@ -16,8 +16,14 @@ from mirrordp.privacy import Accountant, FullBatch
 from mirrordp.report import NOT_FOR_RELEASE, Curve, ReportError, RunReport, comparison_figure
 from mirrordp.spending import BudgetError
 from mirrordp.spending.files import write_atomically
+from tests import remembered
 
 DELTA = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
 
 
 def make_mechanism(**changes):

@@ -147,6 +147,7 @@ def test_types_and_scales_come_from_the_public_table(tmp_path):
     assert found.features == ("age", "job=cook", "job=nurse", "income", "income is missing")
 
 
+@pytest.mark.filterwarnings("ignore:.*1 of 1 filled cells of column:UserWarning")
 def test_rows_are_encoded_one_by_one(tmp_path):
     found = learn(tmp_path).encoding
     rows = [
@@ -318,6 +319,7 @@ def test_missing_columns_are_named(tmp_path):
         ("1,nurse,1,high", "column 'y'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*beyond the range of the public table")
 def test_a_column_of_another_type_is_refused(tmp_path, row, words):
     found = learn(tmp_path).encoding
     with pytest.raises(TableError, match=words) as caught:
@@ -369,6 +371,7 @@ def test_columns_beyond_what_the_public_table_has_are_mentioned(tmp_path, row, w
     assert UNPROTECTED not in str(caught[0].message)
 
 
+@pytest.mark.filterwarnings("ignore:.*beyond the range of the public table")
 def test_no_usable_target_at_all(tmp_path):
     found = learn(tmp_path).encoding
     with pytest.raises(TableError, match="got none in any row"):

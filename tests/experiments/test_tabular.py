@@ -61,6 +61,7 @@ def test_adult_is_read_as_its_owners_wrote_it(root):
 
 
 @pytest.mark.parametrize("name", data.DATASETS)
+@pytest.mark.filterwarnings("ignore:.*beyond the range of the public table")
 def test_parts_do_not_overlap(root, name):
     dataset = data.DATASETS[name](root / "tabular")
     # Every row carries its number, so that it can be found again.
@@ -92,6 +93,8 @@ def test_parts_do_not_overlap(root, name):
     assert not np.array_equal(split.public.features, data.split_dataset(dataset, 4).public.features)
 
 
+@pytest.mark.filterwarnings("ignore:this is one of [0-9]+ private fits")
+@pytest.mark.filterwarnings("ignore:.*private rows equal a public row")
 def test_test_rows_decide_nothing(root):
     """Other test rows: the same encoding, and the same model."""
     dataset = data.adult(root / "tabular")
@@ -127,6 +130,8 @@ def test_metrics():
     assert found["accuracy"] == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:this is one of [0-9]+ private fits")
+@pytest.mark.filterwarnings("ignore:.*beyond the range of public ones")
 def test_start_is_the_limit_of_no_budget(root):
     """What is called public-only is where our private run starts."""
     split = data.split_dataset(data.housing(root / "tabular"), 0)

@@ -1,0 +1,48 @@
+"""Functions that remember, for tests that fit many models: the same question, the same answer.
+
+What is remembered follows from the arguments alone, so that a test sees what it would see without.
+"""
+
+import functools
+
+from mirrordp.linear import estimators
+from mirrordp.linear.estimators import plan_warm as honest_plan
+from mirrordp.privacy import accounting
+from mirrordp.report import statement
+
+_epsilon = functools.cache(accounting._gaussian_epsilon)
+_honest_rdp_epsilon = accounting._rdp_epsilon
+_cached_rdp_epsilon = functools.cache(_honest_rdp_epsilon)
+_versions = functools.cache(statement.library_versions)
+_plans = {}
+
+
+def _rdp_epsilon(event, delta, adjacency, orders):
+    try:
+        hash(event)
+    except TypeError:  # A composition keeps its parts in a list.
+        return _honest_rdp_epsilon(event, delta, adjacency, orders)
+    return _cached_rdp_epsilon(event, delta, adjacency, orders)
+
+
+def _plan(family, x, targets, **options):
+    """A plan follows from public rows and the budget; nobody may write into one."""
+    arrays = [(part.shape, part.dtype.str, part.tobytes()) for part in (x, targets)]
+    question = repr((family.name, *arrays, sorted(options.items())))
+    if question not in _plans:
+        _plans[question] = plan = honest_plan(family, x, targets, **options)
+        for part in (plan.theta, plan.scaling.shift, plan.scaling.factor, plan.scaling.basis):
+            part.flags.writeable = False
+    return _plans[question]
+
+
+def accounts(monkeypatch):
+    """ε of one event at one δ, and the versions of libraries, are looked up once."""
+    monkeypatch.setattr(accounting, "_gaussian_epsilon", _epsilon)
+    monkeypatch.setattr(accounting, "_rdp_epsilon", _rdp_epsilon)
+    monkeypatch.setattr(statement, "library_versions", lambda: dict(_versions()))
+
+
+def plans(monkeypatch):
+    """The public part of a fit is computed once for the same public rows and settings."""
+    monkeypatch.setattr(estimators, "plan_warm", _plan)
