@@ -242,7 +242,7 @@ def test_messages_about_private_rows_are_marked_and_on_standard_error(capsys, fi
     assert cli.main([*fit_options(files), "--json"]) == 0
     captured = capsys.readouterr()
     assert UNPROTECTED not in captured.out
-    (line,) = [line for line in captured.err.splitlines() if UNPROTECTED in line]
+    (line,) = [line for line in captured.err.splitlines() if f"warning: {UNPROTECTED}" in line]
     assert "1 of 401 filled cells" in line
     for path in files["out"].iterdir():
         assert UNPROTECTED not in path.read_text()
@@ -256,7 +256,7 @@ def test_a_column_of_the_private_table_alone_is_mentioned(capsys, files):
     files["private"].write_text(text + "\n")
     assert cli.main([*fit_options(files), "--json"]) == 0
     captured = capsys.readouterr()
-    (line,) = [line for line in captured.err.splitlines() if UNPROTECTED in line]
+    (line,) = [line for line in captured.err.splitlines() if f"warning: {UNPROTECTED}" in line]
     where = repr(str(files["private"]))
     assert f"columns 'size', 'weight' of {where} are not in the public table" in line
     assert "size" not in captured.out

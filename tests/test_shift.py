@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mirrordp import cli
+from mirrordp.data import UNPROTECTED
 from mirrordp.linear import descent
 from mirrordp.linear.descent import Rows, descend, descend_safely, mean_loss
 from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
@@ -166,3 +167,34 @@ def test_method_and_learning_rate_on_the_command_line(tmp_path, capsys):
     assert "given by the caller" in capsys.readouterr().out
     assert cli.main([*command, "--method", "newton", "--out", f"{tmp_path}/other"]) == 2
     assert "newton" in capsys.readouterr().err
+
+
+def test_cells_beyond_the_public_table_are_counted(tmp_path, capsys):
+    """They are moved to the end of the public range, and nobody should have to guess that."""
+    rng = np.random.default_rng(0)
+    for name, rows, highest in (("private", 300, 3.0), ("public", 40, 1.0), ("new", 90_000, 2.0)):
+        x = rng.uniform(0, 1, size=rows).round(3)
+        x[:3] = [0.0, 1.0, highest]
+        kind = np.where(np.arange(rows) % 2, "a", "b")
+        kind[4] = "b" if name == "public" else "c"
+        lines = [f"{value},{word},{value + 1}" for value, word in zip(x, kind, strict=True)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["x,kind,y", *lines]) + "\n")
+    command = [
+        *("fit", "--private", f"{tmp_path}/private.csv", "--public", f"{tmp_path}/public.csv"),
+        *("--target", "y", "--task", "regression", "--epsilon", "1", "--seed", "0"),
+        *("--out", f"{tmp_path}/model"),
+    ]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr()
+    beyond = "numbers beyond the public range of 0 to 1, moved to its ends."
+    assert f"{UNPROTECTED} column 'x': 1 of 300 {beyond}" in shown.err
+    assert f"{UNPROTECTED} column 'kind': 1 of 300 cells of no common" in shown.err
+    assert "of 300" not in shown.out
+    for path in (tmp_path / "model").iterdir():
+        assert "of 300" not in path.read_text()
+    predict = ["predict", "--model", f"{tmp_path}/model", "--input", f"{tmp_path}/new.csv"]
+    assert cli.main([*predict, "--output", f"{tmp_path}/out.csv"]) == 0
+    shown = capsys.readouterr().out
+    # One line for the whole file, which is read in several batches.
+    assert f"Column 'x': 1 of 90000 {beyond}" in shown
+    assert "Column 'kind': 1 of 90000 cells of no common public category" in shown

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,7 +104,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--learning-rate",
         type=positive,
-        default="auto",
         metavar="R",
         help="learning rate of the private descent (default: chosen on public rows)",
     )
@@ -152,6 +152,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.data_changed and arguments.budget is None:
         raise UsageError("expected --budget with --data-changed, got none; leave it out.")
 
+    from mirrordp.data import UNPROTECTED
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.files import HAS_LOCKS
     from mirrordp.tables import fitting
@@ -179,7 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 delta=arguments.delta,
                 allow_large_delta=arguments.allow_large_delta,
                 method=arguments.method,
-                learning_rate=arguments.learning_rate,
+                learning_rate=arguments.learning_rate or "auto",
                 secure=arguments.secure,
                 seed=arguments.seed,
                 categorical=arguments.categorical,
@@ -196,6 +197,9 @@ def _run(arguments: argparse.Namespace) -> int:
             fitted.write(arguments.out)
             _remove_secrets(arguments, run_folder)
     _print_fitted(arguments, fitted, time.perf_counter() - began)
+    # On standard error, since what is printed may be passed on.
+    for name, words in fitted.unprotected_cells.items():
+        print(f"mirrordp: {UNPROTECTED} column {name!r}: {words}.", file=sys.stderr)
     return 0
 
 

@@ -42,11 +42,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with library_errors(), interruptible("Nothing was written; run the command again."):
         model = fitting.TableModel.load(arguments.model)
-        rows = fitting.predict_file(
+        predicted = fitting.predict_file(
             model, arguments.input, arguments.output, keep=arguments.keep, stage=patiently
         )
     if arguments.json:
-        print_json({"rows": rows, "output": str(arguments.output)})
+        print_json(
+            {
+                "rows": predicted.num_rows,
+                "output": str(arguments.output),
+                "unfamiliar": predicted.unfamiliar,
+            }
+        )
     else:
-        print(f"Wrote {rows} predictions to {arguments.output}")
+        print(f"Wrote {predicted.num_rows} predictions to {arguments.output}")
+        for name, words in predicted.unfamiliar.items():
+            print(f"Column {name!r}: {words}.")
     return 0

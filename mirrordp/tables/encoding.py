@@ -32,11 +32,14 @@ class EncodedTable:
         target: an array of shape (rows,), which holds class indices for classification.
         unusable: a mask of the rows without a usable target. They count as rows and contribute
             nothing.
+        unfamiliar: for the operator of these rows, by column: how many cells the public table does
+            not cover, and what became of them.
     """
 
     features: np.ndarray
     target: np.ndarray
     unusable: np.ndarray
+    unfamiliar: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +73,46 @@ class TableEncoding:
             cells = table.columns[self.target.name]
             target, unusable = self.target.encode(cells, tallies[self.target.name])
             parts.append((features, target, unusable))
-        self._judge(tallies, source, private=private)
+        self.judge(tallies, source, private=private)
         features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
         if unusable.all():
             raise TableError(
                 f"{mark(private)}expected a usable target {self.target.name!r} in {source!r}, "
                 "got none in any row; check the column."
             )
-        return EncodedTable(features, target, unusable)
+        return EncodedTable(features, target, unusable, self.unfamiliar(tallies))
 
-    def encode_features(self, table: Table) -> np.ndarray:
-        """Encodes the features of rows to predict for, and ignores their target, if any."""
-        tallies: dict[str, Tally] = collections.defaultdict(Tally)
+    def encode_features(self, table: Table, tallies: dict[str, Tally] | None = None) -> np.ndarray:
+        """Encodes the features of rows to predict for, and ignores their target, if any.
+
+        Args:
+            table: the rows.
+            tallies: counts over several batches, which the caller passes to `judge` at the end. By
+                default this batch is judged by itself.
+        """
+        counts = collections.defaultdict(Tally) if tallies is None else tallies
         self.check_columns(table, with_target=False, private=False)
-        features = self._encode_features(table, tallies)
-        self._judge(tallies, table.source, private=False)
+        features = self._encode_features(table, counts)
+        if tallies is None:
+            self.judge(counts, table.source, private=False)
         return features
+
+    def unfamiliar(self, tallies: Mapping[str, Tally]) -> dict[str, str]:
+        """Returns by column how many cells the public table does not cover, in words."""
+        found = {}
+        for column in self.columns:
+            tally = tallies[column.name]
+            if tally.unfamiliar and isinstance(column, NumberColumn):
+                found[column.name] = (
+                    f"{tally.unfamiliar} of {tally.filled} numbers beyond the public range of "
+                    f"{column.low:g} to {column.high:g}, moved to its ends"
+                )
+            elif tally.unfamiliar:
+                found[column.name] = (
+                    f"{tally.unfamiliar} of {tally.filled} cells of no common public category, "
+                    "treated as unknown"
+                )
+        return found
 
     def check_columns(self, table: Table, *, with_target: bool, private: bool) -> None:
         """Raises a TableError unless the table has every column that is needed.
@@ -111,7 +138,7 @@ class TableEncoding:
             start = stop
         return out
 
-    def _judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
+    def judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
         """Refuses columns that mostly have another type, and warns of single cells that do.
 
         It also warns of columns whose cells are mostly beyond those of the public table, usually

@@ -6,6 +6,7 @@ The encoding follows from the public file; the coefficients come from `mirrordp.
 Nothing else of the private file is kept, except its number of rows, which counts as public.
 """
 
+import collections
 import contextlib
 import dataclasses
 import filecmp
@@ -15,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from dp_accounting import gaussian_mechanism
@@ -41,6 +42,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
+from mirrordp.tables.columns import Tally
 from mirrordp.tables.files import listed, mark
 from mirrordp.training.checkpoint import Checkpoint
 
@@ -93,13 +95,20 @@ class TableModel:
         if not (np.isfinite(self.coefficients).all() and np.isfinite(self.intercepts).all()):
             raise ValueError("expected finite coefficients")
 
-    def predict(self, table: Table) -> dict[str, np.ndarray]:
+    def predict(
+        self, table: Table, tallies: dict[str, Tally] | None = None
+    ) -> dict[str, np.ndarray]:
         """Returns columns: the expected value, or the class and every class's probability.
+
+        Args:
+            table: the rows.
+            tallies: see `TableEncoding.encode_features`.
 
         Raises:
             TableError: if a column is missing or of another type.
         """
-        scores = self.encoding.encode_features(table) @ self.coefficients.T + self.intercepts
+        features = self.encoding.encode_features(table, tallies)
+        scores = features @ self.coefficients.T + self.intercepts
         target = self.encoding.target
         if isinstance(target, NumberTarget):
             family = families.POISSON if target.is_count else families.SQUARED_ERROR
@@ -202,11 +211,20 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FittedTable:
-    """A model, its report, and the columns that were left out because of the public table."""
+    """A fitted model.
+
+    Attributes:
+        model: the model.
+        report: its privacy report.
+        left_out: the columns that were left out because of the public table, with the reason.
+        unprotected_cells: by column, how many private cells the public table does not cover. Not
+            covered by the guarantee, so for the operator only.
+    """
 
     model: TableModel
     report: RunReport
     left_out: Mapping[str, str]
+    unprotected_cells: Mapping[str, str]
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Makes the folder with model.json, report.json and privacy_card.md in one step.
@@ -379,7 +397,7 @@ def fit_files(
         intercepts=np.atleast_1d(estimator.intercept_),
         privacy=report.to_dict(),
     )
-    return FittedTable(model, report, learned.left_out)
+    return FittedTable(model, report, learned.left_out, secret.unfamiliar)
 
 
 def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
@@ -474,6 +492,19 @@ def _estimator(task: str, **options: Any) -> Any:
     }[task](**options)
 
 
+class Predicted(NamedTuple):
+    """What `predict_file` did.
+
+    Attributes:
+        num_rows: the number of predictions.
+        unfamiliar: by column, how many cells the public table does not cover, and what became of
+            them.
+    """
+
+    num_rows: int
+    unfamiliar: Mapping[str, str]
+
+
 def predict_file(
     model: TableModel,
     source: str | os.PathLike[str],
@@ -481,8 +512,8 @@ def predict_file(
     *,
     keep: Sequence[str] = (),
     stage: Stage = _silent,
-) -> int:
-    """Writes a prediction for each row of a table, and returns the number of rows.
+) -> Predicted:
+    """Writes a prediction for each row of a table.
 
     Args:
         model: the model.
@@ -502,6 +533,7 @@ def predict_file(
                 "choose another name."
             )
     columns: dict[str, list[Any]] = {}
+    tallies: dict[str, Tally] = collections.defaultdict(Tally)
     with stage(f"predicting for {source}"):
         for table in read_batches(source):
             missing = [name for name in keep if name not in table.columns]
@@ -510,13 +542,14 @@ def predict_file(
                     f"expected column {missing[0]!r} to keep in {str(source)!r}, got no such "
                     "column; check the name."
                 )
-            found = {name: table.columns[name] for name in keep} | model.predict(table)
+            found = {name: table.columns[name] for name in keep} | model.predict(table, tallies)
             for name, values in found.items():
                 plain = values.tolist() if isinstance(values, np.ndarray) else values
                 columns.setdefault(name, []).extend(plain)
+        model.encoding.judge(tallies, str(source), private=False)
     with stage(f"writing {output}"):
         _write_whole(output, columns)
-    return len(columns["prediction"])
+    return Predicted(len(columns["prediction"]), model.encoding.unfamiliar(tallies))
 
 
 def _write_whole(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
