@@ -71,7 +71,8 @@ def test_stacked_layers():
 
 def test_explain_names_every_parameter_and_its_path(capsys):
     net = models.lstm_language_model(vocabulary=8000)
-    params = jax.eval_shape(net.init, jax.random.key(0))
+    shapes = jax.eval_shape(net.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
     paths = {p.name: p for p in ghost.explain(net.loss, params, jnp.zeros((2, 36), int))}
     printed = capsys.readouterr().out
     assert len(paths) == len(jax.tree.leaves(params))

@@ -51,9 +51,7 @@ def expected(loss, params, batch) -> Expected:
     value_and_grad = jax.vmap(jax.value_and_grad(loss), (None, 0))
     losses, grads = jax.jit(value_and_grad)(params, batch)
     grads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), grads)
-    squares = [
-        np.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(grads)
-    ]
+    squares = [np.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(grads)]
     norms = np.sqrt(sum(squares))
     clip = float(np.median(norms))
     factors = np.minimum(1, clip / norms)[:-1]
