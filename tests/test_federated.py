@@ -252,7 +252,7 @@ clip_delta = jax.jit(federated.clip_delta)
 
 
 class TestClipDelta:
-    @pytest.mark.parametrize("size", [1, 7, 4_000_000])
+    @pytest.mark.parametrize("size", [1, 7, 1_000_000])
     @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e19, 3e38])
     def test_the_norm_of_float32_entries_never_exceeds_the_bound(self, size, scale):
         rng = np.random.default_rng(size)
@@ -296,6 +296,18 @@ class Local:
         return np.ones(3) - theta
 
 
+local_update = jax.jit(
+    functools.partial(
+        federated.local_update,
+        tools.squared_distance,
+        learning_rate=0.3,
+        batch_size=BATCH,
+        epochs=2,
+    )
+)
+local_order = jax.jit(federated.local_order, static_argnums=1)
+
+
 class TestLocalUpdate:
     @pytest.mark.parametrize("size", [0, 1, 2, 5, 6])
     def test_equals_plain_sgd(self, size):
@@ -303,12 +315,9 @@ class TestLocalUpdate:
         x = rows(size, 3)
         padded = np.full((BOUND, 3), np.nan, np.float32)  # padding must never matter
         padded[:size] = x
-        delta, loss = federated.local_update(
-            tools.squared_distance, jnp.ones(3), padded, size, key,
-            learning_rate=0.3, batch_size=BATCH, epochs=2,
-        )  # fmt: skip
+        delta, loss = local_update(jnp.ones(3), padded, size, key)
         order = [
-            np.asarray(federated.local_order(jax.random.split(part)[0], BOUND, size))[:size]
+            np.asarray(local_order(jax.random.split(part)[0], BOUND, size))[:size]
             for part in jax.random.split(key, 2)
         ]
         assert all(sorted(part) == list(range(size)) for part in order)
@@ -316,9 +325,7 @@ class TestLocalUpdate:
         assert np.isfinite(loss)
 
     def test_rows_are_shuffled_anew_in_every_epoch_and_by_every_key(self):
-        orders = {
-            tuple(np.asarray(federated.local_order(jax.random.key(n), 6, 6))) for n in range(40)
-        }
+        orders = {tuple(np.asarray(local_order(jax.random.key(n), 6, 6))) for n in range(40)}
         assert len(orders) > 30
 
     def test_a_loss_with_a_key_gets_one_per_row(self):
@@ -351,7 +358,7 @@ class TestStep:
             for user in cohort:
                 key = jax.random.fold_in(jax.random.fold_in(keys.loss, number), int(user))
                 order_key = jax.random.split(jax.random.split(key, 1)[0])[0]
-                order = np.asarray(federated.local_order(order_key, BOUND, SIZES[user]))
+                order = np.asarray(local_order(order_key, BOUND, SIZES[user]))
                 delta = Local().delta(LISTS[user], [order[: SIZES[user]]])
                 expected += delta * min(1, CLIP / max(np.linalg.norm(delta), 1e-12))
             np.testing.assert_allclose(made[number], expected, atol=2e-4)
@@ -361,8 +368,8 @@ class TestStep:
         options = {
             "mechanism": mechanism(noise_multiplier=1.0),
             "client_learning_rate": 0.3,
-            "alpha": [1.0, 0.7, 0.0, 0.5],
-            "num_steps": 4,
+            "alpha": [0.7, 0.0, 1.0],
+            "num_steps": 3,
             "seed": 8,
         }
         slow = by_hand(
@@ -373,7 +380,7 @@ class TestStep:
             run(public=PUBLIC, local_epochs=2, optimizer=federated.server_sgd(0.5), **options)
         )
         np.testing.assert_allclose(state.params, slow, rtol=1e-4, atol=1e-4)
-        assert info.charged_steps == 3
+        assert info.charged_steps == 2
 
     @pytest.mark.parametrize(
         "options",

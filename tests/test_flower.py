@@ -796,7 +796,8 @@ def cannot_be_unpacked():
     [(lambda: [junk(), junk()], 2), (cannot_be_unpacked, 0), (lambda: time.sleep(3) or [], 0)],
     ids=["junk", "cannot be unpacked", "stalled"],
 )
-def test_nobody_can_take_anothers_reply_away(first, unsolicited):
+def test_nobody_can_take_anothers_reply_away(first, unsolicited, monkeypatch):
+    monkeypatch.setattr(flower, "_MOMENT", 0.1)
     app = client()
     server = strategy(num_steps=1)
     server.run(Late(lambda message: [app(message, CONTEXT)], first))
@@ -840,15 +841,17 @@ def test_a_reply_that_never_arrives_holds_nobody_up():
             return super().pull_messages(message_ids)
 
     app = client()
-    server = strategy(num_steps=1, reply_timeout=2.0)
+    server = strategy(num_steps=1, reply_timeout=1.0)
     server.run(Stalling(lambda message: [app(message, CONTEXT)]))
     assert not over.is_set()
     let_go.set()
     assert server.unprivatized_replies == {"accepted": USERS - 1, "missing": 1}
 
 
-def test_a_slow_reply_still_counts():
+def test_a_slow_reply_still_counts(monkeypatch):
     """While it is on its way, Flower says that there is none."""
+
+    monkeypatch.setattr(flower, "_MOMENT", 0.1)
 
     class Slow(FakeGrid):
         asked = 0

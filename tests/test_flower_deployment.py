@@ -88,11 +88,14 @@ class Processes:
             time.sleep(0.2)
 
     def superlink(self, *options):
+        """Returns the seconds until it answers, a measure of how busy the machine is."""
+        begun = time.monotonic()
         process = self.start(
             "superlink", BIN / "flower-superlink", "--insecure", "--host", "127.0.0.1",
             "--port", str(self.port), "--disable-runtime-dependency-installation", *options,
         )  # fmt: skip
         self.wait("the SuperLink", lambda: "startup complete" in self.log("superlink"), process)
+        return time.monotonic() - begun
 
     def supernode(self, number):
         return self.start(
@@ -135,10 +138,15 @@ class Processes:
 
 
 @pytest.fixture
-def flower(tmp_path):
-    processes = Processes(tmp_path)
-    yield processes
-    processes.kill()
+def homes(tmp_path):
+    """Two deployments that know nothing of each other."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in ("processes", "simulation"):
+            (tmp_path / name).mkdir()
+            found.append(Processes(tmp_path / name))
+            stack.callback(found[-1].kill)
+        yield found
 
 
 def epsilon(rounds, users, expected, noise_multiplier, **options):
@@ -152,7 +160,7 @@ def epsilon(rounds, users, expected, noise_multiplier, **options):
     return mechanism.epsilon(1e-2)
 
 
-def test_simulation(flower):
+def check_simulation(flower):
     flower.superlink("--simulation")
     config = {"num-users": 4, "expected-users": 3.0, "rounds": 2, "noise-multiplier": 3.0}
     run = flower.run_app(config, "--federation-config", "num-supernodes=4")
@@ -168,9 +176,13 @@ def test_simulation(flower):
     assert {name for round_ in flower.replies for name in round_} <= {"accepted"}
 
 
-def test_processes_with_hostile_nodes_and_one_that_dies(flower):
-    """Two honest users and six liars; one honest user's node is killed while it computes."""
-    flower.superlink()
+def test_processes_with_hostile_nodes_and_one_that_dies_and_a_simulation(homes):
+    """Two honest users and six liars; one honest user's node is killed while it computes.
+
+    The server then waits for this user until time is up, long enough for a whole simulation.
+    """
+    flower, simulation = homes
+    seconds = flower.superlink()
     honest, victim = flower.supernode(0), flower.supernode(1)
     kinds = ["huge", "nan", "shape", "repeated", "stalled", "junk"]
     liars = flower.start(
@@ -184,11 +196,13 @@ def test_processes_with_hostile_nodes_and_one_that_dies(flower):
         "rounds": 2,
         "noise-multiplier": 3.0,
         "participation-is-seen": "true",
-        "reply-timeout": 45.0,
+        # An honest reply of the first round takes a few times as long as the SuperLink's start.
+        "reply-timeout": max(30.0, 6 * seconds),
     }
     run = flower.run_app(config)
     flower.wait("round 1", lambda: "round 1: epsilon" in flower.log("run"), run, honest, liars)
     os.killpg(victim.pid, signal.SIGKILL)
+    check_simulation(simulation)
     report = flower.report(run)
     flower.wait("the end of the log", lambda: "accuracy" in flower.log("run"))
     # The huge delta is in order, and clipped; of the repeated ones the first counts.

@@ -1,6 +1,7 @@
 """The StackOverflow experiment: files, splits, the network, metrics, and stages that resume."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -202,7 +203,8 @@ class TestNetwork:
     def test_the_recurrent_gradient_is_that_of_the_plain_lstm(self):
         """Over rows and over users with weights of their own."""
         keys = jax.random.split(jax.random.key(0), 3)
-        nets = jax.vmap(models.stackoverflow_lstm(20, embedding=4, width=5).init)(keys)
+        init = models.stackoverflow_lstm(20, embedding=4, width=5).init
+        nets = jax.jit(jax.vmap(init))(keys)
         inputs = jax.random.normal(jax.random.key(1), (3, 2, 7, 4))
 
         def gradients(lstm):
@@ -217,11 +219,11 @@ class TestNetwork:
 
     def test_padding_has_no_loss(self):
         net = models.stackoverflow_lstm(20, embedding=4, width=5)
-        params = net.init(jax.random.key(0))
+        params = jax.jit(net.init)(jax.random.key(0))
         row = jnp.array([1, 7, 8, 2, 0, 0])
-        full = jax.nn.log_softmax(net.predict(params, row[:-1]))
+        full = jax.nn.log_softmax(jax.jit(net.predict)(params, row[:-1]))
         expected = -(full[0, 7] + full[1, 8] + full[2, 2]) / 5
-        assert float(net.loss(params, row)) == pytest.approx(float(expected), rel=1e-5)
+        assert float(jax.jit(net.loss)(params, row)) == pytest.approx(float(expected), rel=1e-5)
 
     def test_metrics(self):
         """A network that always prefers token 5: right where a word is 5, never on special ones."""
@@ -305,11 +307,16 @@ class TestSearchOfRates:
         assert "keep moving" in capsys.readouterr().err
 
 
+# The same object for the same sizes, so that commands of one process share compiled programs.
+stackoverflow_lstm = functools.cache(models.stackoverflow_lstm)
+
+
 class TestCommand:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
         monkeypatch.setattr(command, "USERS_PER_ROUND", 6)
         monkeypatch.setattr(command, "ROUNDS_PER_CALL", 2)
+        monkeypatch.setattr(models, "stackoverflow_lstm", stackoverflow_lstm)
         # A PLD of much less noise takes seconds.
         monkeypatch.setattr(command, "calibrated", lambda task: 4.0)
         ticks = itertools.count()

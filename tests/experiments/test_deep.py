@@ -256,18 +256,20 @@ def three_steps(monkeypatch):
     def run(name, made):
         settings = load(CONFIGS / f"{name}.toml")
         monkeypatch.setattr(tasks, "task", made.__getitem__)
-        # K is as short as the run, so that α moves; with one σ, runs share compiled programs.
+        # K is as short as the run, so that α moves; with one σ, one δ and one rate of the warm
+        # start, runs share compiled programs and accounting.
         decay = settings.decay and 2.5 * (24 / 2) ** (settings.decay_unit == "steps")
         settings = dataclasses.replace(
             settings,
             batch_size=2,
             epochs=2.0,
             public_batch_size=2,
-            noise_multiplier=1.0,
+            noise_multiplier=2.0,
             target_epsilon=None,
+            delta=1e-5,
             decay=decay,
             warm_start=dataclasses.replace(
-                settings.warm_start, max_epochs=1, batch_size=4, refit=False
+                settings.warm_start, learning_rate=0.1, max_epochs=1, batch_size=4, refit=False
             ),
         )
         sizes = {"num_private": 24, "num_public": 8, "num_validation": 4, "num_test": 4}
@@ -289,9 +291,13 @@ def three_steps(monkeypatch):
 
 # The paper's networks with fewer channels; test_models.py is about their sizes.
 NARROW = {
-    "cifar10": tasks.with_network("cifar10", models.cifar10_cnn((2, 2, 2, 2, 3, 3), hidden=4)),
-    "emnist": tasks.with_network("emnist", models.emnist_cnn((2, 3), hidden=4)),
-    "wikitext2": tasks.with_network("wikitext2", models.lstm_language_model(width=3)),
+    "cifar10": models.cifar10_cnn((2, 2, 2, 2, 3, 3), hidden=4),
+    "emnist": models.emnist_cnn((2, 3), hidden=4),
+    "wikitext2": models.lstm_language_model(width=3, layers=1),
+}
+NARROW = {
+    name: tasks.with_network(name, network._replace(init=jax.jit(network.init)))
+    for name, network in NARROW.items()
 }
 
 
@@ -394,7 +400,8 @@ def small_runs():
         warm_start=WarmStartSettings(max_epochs=2, batch_size=4),
     )
     points = [
-        (dataclasses.replace(settings, learning_rate=0.5, decay=3.0), 1),
+        # Both reach α = 0, at different times, so that alone they share one program.
+        (dataclasses.replace(settings, learning_rate=0.5, decay=1.5), 1),
         (dataclasses.replace(settings, learning_rate=0.1, decay=1.0), 2),
     ]
     warm_starts = training.WarmStarts()
@@ -404,6 +411,7 @@ def small_runs():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "task", lambda dataset: LINEAR)
+        patch.setattr(training, "privacy", lambda found, delta: {"delta": delta})
         for point in points:
             with pytest.warns(RuntimeWarning, match="the warm start did not converge"):
                 warm_starts.get(point[0], data, point[1])
@@ -453,6 +461,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(training, "train_sweep", fake)
     monkeypatch.setattr(training, "_warm_start", pretrain)
+    monkeypatch.setattr(training, "privacy", lambda found, delta: {"delta": delta})
     monkeypatch.setattr(tasks, "task", SMALL.__getitem__)
     return found
 
@@ -751,6 +760,8 @@ def session(folder, **options):
     return run.Session(folder, read, quiet=True, **options)
 
 
+# The line that was cut stays in the file, so that every later look warns again.
+@pytest.mark.filterwarnings("ignore:emnist.jsonl, line 3")
 def test_a_finished_run_is_skipped_and_a_cut_one_is_computed_again(tmp_path, counted):
     settings = settings_of("emnist/pda-s1.89", together=1)
     points = [(settings, seed) for seed in (1, 2, 3)]

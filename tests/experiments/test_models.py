@@ -56,33 +56,33 @@ def textbook_dense(x, layer):
 def test_cifar10_network_layer_by_layer():
     """The appendix's table: two convolutions and a max-pool, three times, then 128 units."""
     network = models.cifar10_cnn()
-    params = jax.tree.map(lambda leaf: leaf + 0.01, network.init(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: leaf + 0.01, jax.jit(network.init)(jax.random.key(0)))
     image = np.asarray(jax.random.normal(jax.random.key(1), (32, 32, 3)), np.float64)
     x = image
     for first, second in zip(params["convs"][::2], params["convs"][1::2], strict=True):
         x = textbook_pool(textbook_conv(textbook_conv(x, first), second), 2)
     assert x.shape == (4, 4, 128)
     logits = textbook_dense(np.tanh(textbook_dense(x.ravel(), params["hidden"])), params["out"])
-    found = network.predict(params, jnp.asarray(image, jnp.float32))
+    found = jax.jit(network.predict)(params, jnp.asarray(image, jnp.float32))
     np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-4)
 
 
 def test_emnist_network_layer_by_layer():
     """The appendix's table with the two max-pools of stride 1 that it leaves out."""
     network = models.emnist_cnn()
-    params = jax.tree.map(lambda leaf: leaf + 0.01, network.init(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: leaf + 0.01, jax.jit(network.init)(jax.random.key(0)))
     image = np.asarray(jax.random.normal(jax.random.key(1), (28, 28, 1)), np.float64)
     x = textbook_pool(textbook_conv(image, params["conv1"], 2), 1)
     x = textbook_pool(textbook_conv(x, params["conv2"], 2, "VALID"), 1)
     logits = textbook_dense(np.tanh(textbook_dense(x.ravel(), params["hidden"])), params["out"])
-    found = network.predict(params, jnp.asarray(image, jnp.float32))
+    found = jax.jit(network.predict)(params, jnp.asarray(image, jnp.float32))
     np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-4)
 
 
 def test_lstm_step_by_step():
     """Gates in the order input, forget, candidate, output; logits of the word after each one."""
     network = models.lstm_language_model(vocabulary=7, width=3, layers=2)
-    params = jax.tree.map(lambda leaf: 2 * leaf + 0.1, network.init(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: 2 * leaf + 0.1, jax.jit(network.init)(jax.random.key(0)))
     tokens = np.array([1, 5, 0, 5])
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
@@ -99,10 +99,12 @@ def test_lstm_step_by_step():
             outputs.append(hidden)
         x = np.array(outputs)
     logits = textbook_dense(x, exact["out"])
-    np.testing.assert_allclose(network.predict(params, tokens), logits, rtol=1e-4, atol=1e-5)
+    found = jax.jit(network.predict)(params, tokens)
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-5)
     # The last word is a target only, the first one an input only.
     likelihoods = jax.nn.log_softmax(logits[:-1])[np.arange(3), tokens[1:]]
-    np.testing.assert_allclose(network.loss(params, tokens), -likelihoods.mean(), rtol=1e-4)
+    loss = jax.jit(network.loss)(params, tokens)
+    np.testing.assert_allclose(loss, -likelihoods.mean(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -126,7 +128,8 @@ def test_changes_of_public_images(change):
     """A bar in the middle stays a bar, about where it was and about as heavy, and moves."""
     image = np.zeros((28, 28, 1), np.float32)
     image[8:20, 13:15] = 1
-    seen = jax.vmap(change, in_axes=(None, 0))(image, jax.random.split(jax.random.key(0), 64))
+    compiled = jax.jit(jax.vmap(change, in_axes=(None, 0)))
+    seen = compiled(image, jax.random.split(jax.random.key(0), 64))
     assert seen.shape == (64, 28, 28, 1)
     rows, columns = np.mgrid[:28, :28]
     mass = seen.sum(axis=(1, 2, 3))
@@ -135,14 +138,16 @@ def test_changes_of_public_images(change):
         middles = (seen[..., 0] * places).sum(axis=(1, 2)) / mass
         assert np.all(np.abs(middles - 13.5) < 4.6)
         assert middles.std() > 0.5
-    np.testing.assert_allclose(change(jnp.ones((28, 28, 3)), jax.random.key(1)), 1.0, rtol=1e-5)
+    ones = jax.jit(change)(jnp.ones((28, 28, 3)), jax.random.key(1))
+    np.testing.assert_allclose(ones, 1.0, rtol=1e-5)
 
 
 def test_dropout_masks_what_enters_and_leaves_the_lstm():
     network = models.lstm_language_model(vocabulary=20, width=16, layers=2)
-    params = jax.tree.map(lambda leaf: 3 * leaf, network.init(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: 3 * leaf, jax.jit(network.init)(jax.random.key(0)))
     tokens, key = jnp.arange(8) % 5, jax.random.key(1)
 
+    @jax.jit
     def loss(params, tokens, key, rate):
         masks = [
             jax.random.bernoulli(one, 1 - rate, (7, 16)) / (1 - rate)
@@ -154,9 +159,10 @@ def test_dropout_masks_what_enters_and_leaves_the_lstm():
         logits = x @ params["out"]["kernel"] + params["out"]["bias"]
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(7), tokens[1:]])
 
+    dropout_loss = jax.jit(models.dropout_loss)
     for rate in (0.0, 0.3):
-        found = models.dropout_loss(params, tokens, key, rate=rate)
+        found = dropout_loss(params, tokens, key, rate=rate)
         np.testing.assert_allclose(found, loss(params, tokens, key, rate), rtol=1e-5)
-    plain = network.loss(params, tokens)
-    np.testing.assert_allclose(models.dropout_loss(params, tokens, key, rate=0.0), plain, rtol=1e-6)
+    plain = jax.jit(network.loss)(params, tokens)
+    np.testing.assert_allclose(dropout_loss(params, tokens, key, rate=0.0), plain, rtol=1e-6)
     assert abs(found - plain) > 1e-3

@@ -1,15 +1,18 @@
 """The modern recipe: network, changes of images, settings, public and private training."""
 
 import dataclasses
+import functools
 import json
 import math
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mirrordp
 from experiments import __main__ as dispatcher, datasets, records
 from experiments.datasets import images as files
 from experiments.record import augmentation, command, data, pretraining, private
@@ -42,6 +45,7 @@ class Linear:
         return rows @ params["out"]["kernel"] + params["out"]["bias"]
 
 
+@functools.cache
 def examples():
     parts = data.synthetic()
     return parts, parts.scaled(parts.public), parts.scaled(parts.private)
@@ -68,7 +72,7 @@ def test_standardised_kernels_have_mean_zero_and_the_length_of_their_gain():
 
 
 def test_network_does_not_mix_examples():
-    params = SMALL.init(jax.random.key(0))
+    params = jax.jit(SMALL.init)(jax.random.key(0))
     params["out"]["kernel"] = jax.random.normal(jax.random.key(1), (64, 10))
     pixels = jax.random.normal(jax.random.key(2), (2, 32, 32, 3))
     predict = jax.jit(SMALL.predict)
@@ -100,7 +104,7 @@ def test_ghost_clipping_finds_every_parameter_of_the_loss_of_views(capsys):
 
 def test_clipped_views_in_bfloat16_stay_within_the_clip_norm():
     network = WideResNet(10, 1, dtype="bfloat16")
-    params = network.init(jax.random.key(0))
+    params = jax.jit(network.init)(jax.random.key(0))
     params["out"]["kernel"] = 3 * jax.random.normal(jax.random.key(1), (64, 10))
     pixels = jax.random.normal(jax.random.key(2), (2, 32, 32, 3))
     clipped = ghost.clipped_grad(private.loss_of_views(network, 2, 0), l2_clip_norm=0.5)
@@ -123,8 +127,9 @@ def test_clipped_views_in_bfloat16_stay_within_the_clip_norm():
 def test_shift_and_mirror_moves_pixels_and_changes_none():
     image = jnp.arange(32 * 32 * 3.0).reshape(32, 32, 3)
     seen = set()
+    shift_and_mirror = jax.jit(augmentation.shift_and_mirror)
     for number in range(20):
-        changed = augmentation.shift_and_mirror(jax.random.key(number), image)
+        changed = shift_and_mirror(jax.random.key(number), image)
         assert changed.shape == image.shape
         middle = np.asarray(changed[8:24, 8:24])
         assert np.isin(middle, np.asarray(image)).all()
@@ -133,10 +138,9 @@ def test_shift_and_mirror_moves_pixels_and_changes_none():
 
 
 def test_cut_out_sets_a_square_to_zero():
-    areas = [
-        float((augmentation.cut_out(jax.random.key(n), jnp.ones((32, 32, 3)), size=16) == 0).mean())
-        for n in range(20)
-    ]
+    cut_out = jax.jit(functools.partial(augmentation.cut_out, size=16))
+    cut = [np.asarray(cut_out(jax.random.key(n), np.ones((32, 32, 3)))) for n in range(20)]
+    areas = [(image == 0).mean() for image in cut]
     # The square may hang over the edge, but its centre does not.
     assert all(0.25 / 4 - 0.02 <= area <= 0.25 + 0.02 for area in areas)
     assert max(areas) - min(areas) > 0.02
@@ -145,9 +149,10 @@ def test_cut_out_sets_a_square_to_zero():
 def test_colours_and_warps_of_strength_zero_change_nothing_and_others_do():
     image = jax.random.normal(jax.random.key(0), (32, 32, 3))
     for change in (augmentation.change_colours, augmentation.warp):
-        same = change(jax.random.key(1), image, strength=0.0)
+        compiled = jax.jit(change)
+        same = compiled(jax.random.key(1), image, strength=0.0)
         np.testing.assert_allclose(same, image, atol=1e-4)
-        other = change(jax.random.key(1), image, strength=0.5)
+        other = compiled(jax.random.key(1), image, strength=0.5)
         assert jnp.abs(other - image).mean() > 0.01
 
 
@@ -156,7 +161,9 @@ def test_targets_are_mixed_as_images_are(mix):
     """Image k holds the number k everywhere, so that its mean tells the share of each."""
     count = 6
     pixels = jnp.broadcast_to(jnp.arange(1.0, 1 + count)[:, None, None, None], (count, 32, 32, 3))
-    mixed, targets = mix(jax.random.key(0), pixels, jnp.eye(count), concentration=0.5)
+    mixed, targets = jax.jit(functools.partial(mix, concentration=0.5))(
+        jax.random.key(0), pixels, jnp.eye(count)
+    )
     np.testing.assert_allclose(targets.sum(1), 1, rtol=1e-5)
     expected = targets @ jnp.arange(1.0, 1 + count)
     np.testing.assert_allclose(mixed.mean((1, 2, 3)), expected, rtol=1e-4)
@@ -236,19 +243,20 @@ def test_public_training_learns_and_is_reproducible():
     assert (found[0]["out"]["kernel"] != found[2]["out"]["kernel"]).any()
 
 
-def test_stop_ends_the_same_schedule_earlier():
+def test_stop_ends_the_same_schedule_earlier(monkeypatch):
+    monkeypatch.setattr(pretraining, "STEPS_PER_CALL", 10)
     _, public, _ = examples()
     iterates = {}
-    whole = PublicSettings(steps=500, batch_size=8, mix="none")
+    whole = PublicSettings(steps=20, batch_size=8, mix="none")
 
     def keep(step, last, average):
         iterates[step] = average
 
     pretraining.pretrain(Linear(), whole, *public, seed=0, on_progress=keep)
-    stopped = dataclasses.replace(whole, stop=250)
+    stopped = dataclasses.replace(whole, stop=10)
     early = pretraining.pretrain(Linear(), stopped, *public, seed=0)
-    np.testing.assert_allclose(early["out"]["kernel"], iterates[250]["out"]["kernel"], rtol=1e-5)
-    assert (early["out"]["kernel"] != iterates[500]["out"]["kernel"]).any()
+    np.testing.assert_allclose(early["out"]["kernel"], iterates[10]["out"]["kernel"], rtol=1e-5)
+    assert (early["out"]["kernel"] != iterates[20]["out"]["kernel"]).any()
 
 
 def test_no_steps_leave_a_cold_start():
@@ -263,7 +271,7 @@ def test_teachers_decide_the_targets():
     _, public, _ = examples()
     teacher = Linear().init(jax.random.key(0))
     teacher["out"]["bias"] = 50 * jax.nn.one_hot(3, 10)
-    settings = PublicSettings(steps=60, batch_size=16)
+    settings = PublicSettings(steps=60, batch_size=16, mix="none")
     taught = pretraining.pretrain(
         Linear(), settings, *public, seed=0, teachers=[(Linear(), teacher)]
     )
@@ -272,9 +280,10 @@ def test_teachers_decide_the_targets():
 
 def test_sharpness_changes_the_result():
     _, public, _ = examples()
+    settings = PublicSettings(steps=20, batch_size=8, mix="none")
     plain, sharp = (
         pretraining.pretrain(
-            Linear(), PublicSettings(steps=20, batch_size=8, sharpness=radius), *public, seed=0
+            Linear(), dataclasses.replace(settings, sharpness=radius), *public, seed=0
         )
         for radius in (0.0, 0.5)
     )
@@ -294,16 +303,16 @@ def test_noise_keeps_the_promise_of_the_settings():
 
 
 def test_views_are_of_one_example_and_averaged():
-    loss = private.loss_of_views(Linear(), 64, 0)
+    loss = jax.jit(private.loss_of_views(Linear(), 64, 0))
     params = Linear().init(jax.random.key(0))
     pixels = jax.random.normal(jax.random.key(1), (32, 32, 3))
     keys = jax.random.split(jax.random.key(2), 2)
     values = [float(loss(params, (pixels, jnp.array(1)), key)) for key in keys]
     assert values[0] != values[1]
     single = private.loss_of_views(Linear(), 1, 0)
-    many = [
-        float(single(params, (pixels, jnp.array(1)), key)) for key in jax.random.split(keys[0], 40)
-    ]
+    many = jax.jit(jax.vmap(single, (None, None, 0)))(
+        params, (pixels, jnp.array(1)), jax.random.split(keys[0], 40)
+    )
     spread = np.std(many)
     assert abs(values[0] - np.mean(many)) < 4 * spread * math.sqrt(1 / 64 + 1 / 40)
 
@@ -321,6 +330,18 @@ def test_learning_rates_rise_and_then_fall(rate, last):
     assert rates[100] == pytest.approx(last, rel=1e-4)
 
 
+def some_mechanism(settings, num_private):
+    """A mechanism that need not be calibrated, which takes seconds."""
+    return mirrordp.Mechanism(
+        sampling=mirrordp.PoissonSampling.for_batch_size(
+            settings.batch_size, num_examples=num_private
+        ),
+        num_steps=settings.steps,
+        l2_clip_norm=settings.l2_clip_norm,
+        noise_multiplier=1.0,
+    )
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_private_training_goes_from_the_start_and_averages(alpha):
     _, public, rows = examples()
@@ -328,7 +349,7 @@ def test_private_training_goes_from_the_start_and_averages(alpha):
         steps=6, batch_size=32, views=2, alpha=alpha, average_decay=0.5, other_decays=(0.9,),
         target_epsilon=8.0, microbatch_size=16, public_batch_size=8,
     )  # fmt: skip
-    found = private.mechanism(settings, len(rows[0]))
+    found = some_mechanism(settings, len(rows[0]))
     start = Linear().init(jax.random.key(0))
     steps = []
     iterates, seen = private.train_privately(
@@ -345,17 +366,28 @@ def test_private_training_goes_from_the_start_and_averages(alpha):
     assert (iterates["last"]["out"]["kernel"] != iterates["average 0.5"]["out"]["kernel"]).any()
 
 
-def test_a_deadline_that_has_passed_ends_training():
+def test_a_deadline_that_has_passed_ends_training(monkeypatch):
     _, public, rows = examples()
     start, past = Linear().init(jax.random.key(0)), time.monotonic() - 1
     with pytest.raises(TimeoutError):
         pretraining.pretrain(Linear(), PublicSettings(steps=2), *public, seed=0, deadline=past)
     settings = PrivateSettings(steps=2, batch_size=32, views=1, target_epsilon=8.0)
+    taken = []
+
+    def train(step, params, *_, **options):
+        for number in (1, 2):
+            taken.append(number)
+            info = {"step": number, "noisy_grad_norm": [1.0], "unprivatized": ([1.0], [0.5])}
+            yield types.SimpleNamespace(params=params), types.SimpleNamespace(**info)
+
+    monkeypatch.setattr(private, "train", train)
+    found = some_mechanism(settings, len(rows[0]))
+    arguments = (Linear(), settings, found, start, rows, public)
     with pytest.raises(TimeoutError):
-        private.train_privately(
-            Linear(), settings, private.mechanism(settings, len(rows[0])), start, rows, public,
-            seed=0, deadline=past,
-        )  # fmt: skip
+        private.train_privately(*arguments, seed=0, deadline=past)
+    assert taken == [1]
+    private.train_privately(*arguments, seed=0, deadline=time.monotonic() + 1e6)
+    assert taken == [1, 1, 2]
 
 
 # Data
@@ -403,12 +435,15 @@ def test_final_runs_have_all_private_images_and_are_judged_by_test_images(cifar1
 
 # Command
 
+calibrated_once = functools.cache(private.mechanism)
+
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """The command with a linear network in place of the real one; its fixed arguments."""
     monkeypatch.setattr(WideResNet, "init", lambda self, key: Linear().init(key))
     monkeypatch.setattr(WideResNet, "predict", lambda self, p, x: Linear().predict(p, x))
+    monkeypatch.setattr(private, "mechanism", calibrated_once)
     changes = (
         # A width of its own: what was compiled for a real network must not be found.
         "network.width=7 public.steps=20 public.stop=0 public.batch_size=8 private.steps=4 "
@@ -443,7 +478,15 @@ def test_final_runs_look_at_test_images_once(quick, tmp_path, monkeypatch):
         looks.append(1)
         return evaluate(*arguments)
 
+    def train_privately(network, settings, found, start, *_, on_progress, **options):
+        """What training reports, twice on the way and at its end."""
+        iterates = {"last": start, "average 0.9": start}
+        for step in (1, 2, settings.steps):
+            on_progress(step, iterates)
+        return iterates, {"seconds_per_step": 0.0}
+
     monkeypatch.setattr(command, "evaluate", counted)
+    monkeypatch.setattr(private, "train_privately", train_privately)
     options = [word for word in quick if word != "--synthetic"]
     for verb, expected in (("public", 1), ("private", 2)):
         assert command.main([verb, str(CONFIG), *options]) == 0

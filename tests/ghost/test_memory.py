@@ -37,7 +37,6 @@ def per_example_gradients(module, loss, params, batch, large: int) -> list:
 def test_the_language_model():
     net = models.lstm_language_model(vocabulary=8000)
     params = jax.eval_shape(net.init, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
     batch = jnp.zeros((13, 36), int)
     large = 120 * 480
     assert not per_example_gradients(ghost, net.loss, params, batch, large)
@@ -46,7 +45,7 @@ def test_the_language_model():
 
 def test_the_image_network():
     net = models.cifar10_cnn()
-    params = net.init(jax.random.key(0))
+    params = jax.eval_shape(net.init, jax.random.key(0))
     batch = (jnp.zeros((13, 32, 32, 3)), jnp.zeros(13, int))
     large = 9 * 64 * 128
     assert not per_example_gradients(ghost, net.loss, params, batch, large)
@@ -72,7 +71,8 @@ def test_stacked_layers():
 
 def test_explain_names_every_parameter_and_its_path(capsys):
     net = models.lstm_language_model(vocabulary=8000)
-    params = net.init(jax.random.key(0))
+    shapes = jax.eval_shape(net.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
     paths = {p.name: p for p in ghost.explain(net.loss, params, jnp.zeros((2, 36), int))}
     printed = capsys.readouterr().out
     assert len(paths) == len(jax.tree.leaves(params))
@@ -118,7 +118,8 @@ def test_large_explicit_gradients_are_announced(monkeypatch):
     def warned(size=None):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ghost.clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size)(params, batch, padding)
+            clipped = ghost.clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size)
+            jax.eval_shape(clipped, params, batch, padding)
         return [str(one.message) for one in caught if "explicit gradients" in str(one.message)]
 
     assert warned() == []
@@ -133,5 +134,6 @@ def test_large_explicit_gradients_are_announced(monkeypatch):
 def test_a_loss_that_is_not_recognised_at_all_is_announced(monkeypatch):
     loss, params, batch = PROGRAMS["fixed_point_without_gradient"]
     monkeypatch.setattr(ghost, "LARGE", 1)
+    clipped = ghost.clipped_grad(loss, l2_clip_norm=1.0)
     with pytest.warns(UserWarning, match="for all parameters .* while"):
-        ghost.clipped_grad(loss, l2_clip_norm=1.0)(params, batch, jnp.zeros(len(batch), bool))
+        jax.eval_shape(clipped, params, batch, jnp.zeros(len(batch), bool))
