@@ -1,7 +1,6 @@
 """The StackOverflow experiment: files, splits, the network, metrics, and stages that resume."""
 
 import dataclasses
-import functools
 import itertools
 import json
 
@@ -307,16 +306,11 @@ class TestSearchOfRates:
         assert "keep moving" in capsys.readouterr().err
 
 
-# The same object for the same sizes, so that commands of one process share compiled programs.
-stackoverflow_lstm = functools.cache(models.stackoverflow_lstm)
-
-
 class TestCommand:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
         monkeypatch.setattr(command, "USERS_PER_ROUND", 6)
         monkeypatch.setattr(command, "ROUNDS_PER_CALL", 2)
-        monkeypatch.setattr(models, "stackoverflow_lstm", stackoverflow_lstm)
         # A PLD of much less noise takes seconds.
         monkeypatch.setattr(command, "calibrated", lambda task: 4.0)
         ticks = itertools.count()
