@@ -385,8 +385,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 f"this is one of {found.fits} private fits{where}, by copies of one estimator or "
                 "on tables of one shape, as searches and cross-validation make them. If they read "
                 f"the same people, they have epsilon {epsilon()} together at delta {delta:g}, not "
-                f"{epsilon(of_so_many_like_the_last=1)}; 20 fits like this one have "
-                f"{epsilon(of_so_many_like_the_last=20)}. Scores on private rows are not covered "
+                f"{epsilon(fits_like_the_last=1)}; 20 fits like this one have "
+                f"{epsilon(fits_like_the_last=20)}. Scores on private rows are not covered "
                 "at all. Choose settings on public rows, or charge all fits to one Budget: "
                 "fit(..., spend=budget)."
             )

@@ -53,15 +53,15 @@ class Together:
     is_news: bool
 
     def epsilon(
-        self, delta: float, adjacency: Adjacency, *, of_so_many_like_the_last: int | None = None
+        self, delta: float, adjacency: Adjacency, *, fits_like_the_last: int | None = None
     ) -> float:
         """Returns ε of all fits, or of a number of fits like the last one.
 
         Gaussian mechanisms add up in Σ T/σ².
         """
         precision = self.precision
-        if of_so_many_like_the_last is not None:
-            precision = of_so_many_like_the_last * self.of_one
+        if fits_like_the_last is not None:
+            precision = fits_like_the_last * self.of_one
         event = accounting.full_batch_event(1 / math.sqrt(precision), num_steps=1)
         return accounting.epsilon(event, delta, adjacency=adjacency).epsilon
 
