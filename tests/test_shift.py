@@ -69,15 +69,29 @@ class TestDescent:
         assert error(descend_safely, noise=0.001) < 0.1
 
     def test_noise_alone_seldom_looks_like_curvature(self):
-        """With three standard errors, less than one step in a hundred is taken back."""
-        taken_back = 0
-        for seed in range(40):
-            gradient, calls = quadratic(np.full((30, 1), 0.9), 1.0, seed)
-            descend_safely(gradient, np.ones((30, 1)), num_steps=64, learning_rate=0.8, noise=1.0)
-            moved = {point.tobytes() for point in calls}
-            # From a point that is tried twice, steps go to two places; count how often.
-            taken_back += len(calls) - len(moved)
-        assert taken_back < 0.01 * 40 * 64
+        """With a tenth of the three standard errors, many runs would change."""
+
+        def share_of_changed_runs(stated_noise):
+            changed = 0
+            for seed in range(60):
+                plain, safe = (
+                    function(
+                        quadratic(np.full((10, 1), 0.9), 1.0, seed)[0],
+                        np.ones((10, 1)),
+                        num_steps=64,
+                        learning_rate=0.8,
+                        **options,
+                    )
+                    for function, options in (
+                        (descend, {}),
+                        (descend_safely, {"noise": stated_noise}),
+                    )
+                )
+                changed += plain.tobytes() != safe.tobytes()
+            return changed / 60
+
+        assert share_of_changed_runs(1.0) < 0.1
+        assert share_of_changed_runs(0.1) > 0.5
 
 
 def draw(shift, n, rng, *, classify):
