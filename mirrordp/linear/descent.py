@@ -263,12 +263,15 @@ def descend_safely(
 
     If ⟨r, s⟩ says that ηH exceeds M along s, by a quarter and by three standard errors, the step is
     taken back and M becomes M + r rᵀ/⟨r, s⟩: the symmetric rank-one update, which makes Ms = ηy.
-    What is orthogonal to s in r is first shrunk by the share of it that is noise. Two corrections
-    make ⟨r, s⟩ fair: s contains the noise ν of g_t, so ⟨s, −ν⟩ has mean η tr(M⁻¹) × the variance of
-    the noise, which is subtracted and adds to the standard error.
+    The part of r that is orthogonal to s is first shrunk by the share of it that is noise. Since s
+    contains the noise ν of g_t, ⟨s, −ν⟩ has a positive mean, η tr(M⁻¹) times the variance of the
+    noise. It is subtracted from ⟨r, s⟩, and its spread is part of the standard error.
 
-    All of this looks at gradients that are already private, so it costs no privacy. A step that is
-    taken back still counts as one of T. As long as none is, the iterates are those of `descend`.
+    A step can be taken back because of noise alone, or a steep direction may not stand out from the
+    noise; both cost accuracy and no privacy.
+
+    All of this uses gradients that are already private, so ε is the same. A step that is taken back
+    still counts as one of T. As long as none is, the iterates are those of `descend`.
 
     Args:
         gradient: returns the noisy mean gradient; it is called T times.
