@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         FileLedger as FileLedger,
         Ledger as Ledger,
     )
+    from mirrordp.tables.fitting import load_model as load_model
     from mirrordp.training.central import TrainStep as TrainStep
     from mirrordp.training.checkpoint import Checkpoint as Checkpoint
     from mirrordp.training.engine import (

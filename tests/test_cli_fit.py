@@ -212,8 +212,7 @@ def test_the_folder_depends_on_private_rows_through_the_coefficients_alone(files
         out = tmp_path / f"out{index}"
         assert cli.main(fit_options(files, out=out, seed=1)) == 0
         model = json.loads((out / "model.json").read_text())
-        assert model.pop("coefficients") is not None
-        assert model.pop("intercepts") is not None
+        assert set(model.pop("scorer")) == {"kind", "coefficients", "intercepts"}
         assert model.pop("sha256") is not None
         card = (out / "privacy_card.md").read_text()
         contents.append((model, json.loads((out / "report.json").read_text()), card))
@@ -398,7 +397,7 @@ def test_no_mechanism_is_made_for_files_that_do_not_fit(capsys, files, monkeypat
         (lambda path: path.write_bytes(b"\x80\x04\x95pickle"), "got something else"),
         (lambda path: path.write_text(path.read_text()[:-100]), "got something else"),
         (
-            lambda path: path.write_text(path.read_text().replace('"version": 1', '"version": 9')),
+            lambda path: path.write_text(path.read_text().replace('"version": 2', '"version": 9')),
             "got version 9",
         ),
         (
@@ -426,8 +425,10 @@ def test_predict_refuses_other_model_files(capsys, fitted, tmp_path, change, wor
     [
         lambda content: content.update(task="ranking"),
         lambda content: content.update(task="count"),
-        lambda content: content["coefficients"][0].pop(),
-        lambda content: content.update(coefficients="many"),
+        lambda content: content["scorer"]["coefficients"][0].pop(),
+        lambda content: content["scorer"]["intercepts"].append(0.0),
+        lambda content: content["scorer"].update(coefficients="many"),
+        lambda content: content["scorer"].update(kind="oracle"),
         lambda content: content["encoding"].update(columns=[]),
         lambda content: content.pop("privacy"),
     ],
@@ -445,6 +446,20 @@ def test_a_model_that_makes_no_sense_is_refused(fitted, change):
 def test_model_round_trip(fitted):
     text = (fitted / "model.json").read_text()
     assert tabular.TableModel.load(fitted).to_json() == text
+
+
+def test_models_of_version_1_are_read(fitted):
+    """They had coefficients and intercepts beside the encoding, and were all linear."""
+    content = json.loads((fitted / "model.json").read_text())
+    del content["sha256"]
+    scorer = content.pop("scorer")
+    content |= {"version": 1, "coefficients": scorer["coefficients"]}
+    content["intercepts"] = scorer["intercepts"]
+    content["sha256"] = tabular._checksum(content)
+    old = tabular.TableModel.from_json(json.dumps(content), "model.json")
+    new = tabular.TableModel.load(fitted)
+    np.testing.assert_array_equal(old.coefficients, new.coefficients)
+    np.testing.assert_array_equal(old.intercepts, new.intercepts)
 
 
 def predict_options(fitted, source, output, *others):

@@ -25,6 +25,7 @@ from mirrordp.tables import (
     write_table,
 )
 from mirrordp.tables.fitting import TableModel
+from mirrordp.tables.scorers import LinearScorer
 
 PUBLIC = """age,job,income,y
 20,nurse,1.5,10
@@ -584,8 +585,7 @@ def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, fac
     model = TableModel(
         task="classification" if is_class else task,
         encoding=encoding,
-        coefficients=coefficients,
-        intercepts=np.zeros(outputs),
+        scorer=LinearScorer(coefficients, np.zeros(outputs)),
         privacy={},
     )
     estimator = kind()

@@ -44,11 +44,14 @@ from mirrordp.tables import (
 )
 from mirrordp.tables.columns import Tally
 from mirrordp.tables.files import listed, mark
+from mirrordp.tables.rows import columns_of
+from mirrordp.tables.scorers import SCORERS, LinearScorer, Scorer
 from mirrordp.training.checkpoint import Checkpoint
 
 MODEL_FILE = "model.json"
 FORMAT = "mirrordp table model"
-VERSION = 1
+VERSION = 2
+"""The version of model.json. Version 1 knew linear models alone."""
 MIN_PUBLIC_ROWS = 10
 """The smallest number of public rows, since fewer do not determine a scale."""
 
@@ -63,21 +66,19 @@ def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableModel:
-    """A linear model of table rows; `TableModel.load(folder)` reads what `mirrordp fit` wrote.
+    """A model of table rows; `mirrordp.load_model(folder)` reads what `mirrordp fit` wrote.
 
     Attributes:
         task: one of `mirrordp.tables.TASKS`.
         encoding: the rules by which rows become features.
-        coefficients: an array of shape (outputs, features). Classification has one output per
-            class, except that two classes share a single output.
-        intercepts: an array of shape (outputs,).
+        scorer: the function from features to scores. Classification has one score per class, except
+            that two classes share a single one.
         privacy: the statement of the run, as in report.json.
     """
 
     task: str
     encoding: TableEncoding
-    coefficients: np.ndarray
-    intercepts: np.ndarray
+    scorer: Scorer
     privacy: Mapping[str, Any]
 
     def __post_init__(self):
@@ -90,25 +91,46 @@ class TableModel:
             matches = isinstance(target, NumberTarget) and is_count == (self.task == "count")
             outputs = 1 if matches and self.task in TASKS else 0
         shape = (outputs, len(self.encoding.features))
-        if outputs < 1 or self.coefficients.shape != shape or self.intercepts.shape != (outputs,):
-            raise ValueError(f"expected {shape} coefficients of a {self.task} model")
-        if not (np.isfinite(self.coefficients).all() and np.isfinite(self.intercepts).all()):
-            raise ValueError("expected finite coefficients")
+        if outputs < 1 or self.scorer.shape != shape:
+            raise ValueError(f"expected {shape} outputs and features of a {self.task} model")
 
-    def predict(
-        self, table: Table, tallies: dict[str, Tally] | None = None
-    ) -> dict[str, np.ndarray]:
+    @property
+    def coefficients(self) -> np.ndarray:
+        """The coefficients of a linear model, of shape (outputs, features)."""
+        return self._linear.coefficients
+
+    @property
+    def intercepts(self) -> np.ndarray:
+        """The intercepts of a linear model, of shape (outputs,)."""
+        return self._linear.intercepts
+
+    @property
+    def _linear(self) -> LinearScorer:
+        if not isinstance(self.scorer, LinearScorer):
+            raise TypeError(f"only a linear model has coefficients, got {self.scorer.kind}.")
+        return self.scorer
+
+    def predict(self, rows: Any, tallies: dict[str, Tally] | None = None) -> dict[str, np.ndarray]:
         """Returns columns: the expected value, or the class and every class's probability.
 
         Args:
-            table: the rows.
+            rows: a data frame of pandas or polars, a dictionary of columns, or a `Table`. Columns
+                that the model does not know are ignored, the target among them.
             tallies: see `TableEncoding.encode_features`.
+
+        Returns:
+            A dictionary with the array "prediction" and, for classes, one array "probability of
+            ..." for each. `pandas.DataFrame(...)` makes a frame of it.
 
         Raises:
             TableError: if a column is missing or of another type.
         """
-        features = self.encoding.encode_features(table, tallies)
-        scores = features @ self.coefficients.T + self.intercepts
+        table = as_table(rows)
+        return self.predictions(self.encoding.encode_features(table, tallies))
+
+    def predictions(self, features: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns what `predict` does, for rows that are already encoded."""
+        scores = self.scorer(features)
         target = self.encoding.target
         if isinstance(target, NumberTarget):
             family = families.POISSON if target.is_count else families.SQUARED_ERROR
@@ -127,8 +149,7 @@ class TableModel:
             "task": self.task,
             "encoding": self.encoding.to_dict(),
             "features": list(self.encoding.features),
-            "coefficients": self.coefficients.tolist(),
-            "intercepts": self.intercepts.tolist(),
+            "scorer": {"kind": self.scorer.kind, **self.scorer.to_dict()},
             "privacy": dict(self.privacy),
         }
         content["sha256"] = _checksum(content)
@@ -154,9 +175,9 @@ class TableModel:
                 f"expected a model written by mirrordp fit, got something else in {source!r}; "
                 "check the path, or fit again."
             )
-        if content.get("version") != VERSION:
+        if content.get("version") not in range(1, VERSION + 1):
             raise TableError(
-                f"expected a model file of version {VERSION}, got version "
+                f"expected a model file of version 1 to {VERSION}, got version "
                 f"{content.get('version')!r} in {source!r}; use the mirrordp that wrote it."
             )
         damaged = TableError(
@@ -166,11 +187,11 @@ class TableModel:
         if content.pop("sha256", None) != _checksum(content):
             raise damaged
         try:
+            stored = content["scorer"] if content["version"] > 1 else {"kind": "linear", **content}
             return cls(
                 task=content["task"],
                 encoding=TableEncoding.from_dict(content["encoding"]),
-                coefficients=np.array(content["coefficients"], np.float64),
-                intercepts=np.array(content["intercepts"], np.float64),
+                scorer=SCORERS[stored["kind"]].from_dict(stored),
                 privacy=dict(content["privacy"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -180,10 +201,7 @@ class TableModel:
     def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
         """Reads the model from a folder that `mirrordp fit` or `FittedTable.write` made.
 
-        This runs no code of the file, and `predict` needs nothing but the model:
-
-            model = TableModel.load("model")
-            model.predict(read_table("c.csv"))["prediction"]
+        This runs no code of the file, and `predict` needs nothing but the model.
 
         Args:
             folder: the folder with model.json, `--out` of `mirrordp fit`.
@@ -202,6 +220,37 @@ class TableModel:
                 f"{str(folder)!r} ({error.strerror}); check the path."
             ) from None
         return cls.from_json(text, str(path))
+
+
+def load_model(folder: str | os.PathLike[str]) -> TableModel:
+    """Reads the model that `mirrordp fit` wrote into a folder.
+
+    This runs no code of the folder, and `predict` needs nothing but the model:
+
+        model = mirrordp.load_model("model")
+        model.predict(frame)["prediction"]
+
+    Args:
+        folder: the folder, `--out` of `mirrordp fit`.
+
+    Raises:
+        TableError: if it holds no model, or the model was changed or cut.
+    """
+    return TableModel.load(folder)
+
+
+def as_table(rows: Any) -> Table:
+    """Returns a data frame of pandas or polars, or a dictionary of columns, as a `Table`.
+
+    Raises:
+        TableError: if it is something else, or a cell cannot be read.
+    """
+    if isinstance(rows, Table):
+        return rows
+    try:
+        return Table("the rows", columns_of(rows))
+    except ValueError as error:
+        raise TableError(str(error)) from None
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -393,8 +442,7 @@ def fit_files(
     model = TableModel(
         task=task,
         encoding=encoding,
-        coefficients=np.atleast_2d(estimator.coef_),
-        intercepts=np.atleast_1d(estimator.intercept_),
+        scorer=LinearScorer(np.atleast_2d(estimator.coef_), np.atleast_1d(estimator.intercept_)),
         privacy=report.to_dict(),
     )
     return FittedTable(model, report, learned.left_out, secret.unfamiliar)
