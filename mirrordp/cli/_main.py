@@ -18,9 +18,11 @@ from mirrordp.cli import (
     calibrate,
     compare,
     demo,
+    export,
     fit,
     predict,
     report,
+    serve,
 )
 from mirrordp.cli._common import Parser, UsageError, quiet
 
@@ -126,7 +128,10 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"mirrordp {VERSION}")
     parser.set_defaults(run=_no_command, prog=parser.prog)
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    for module in (account, calibrate, demo, fit, predict, budget, audit, report, compare):
+    for module in (
+        *(account, calibrate, demo, fit, predict, export, serve),
+        *(budget, audit, report, compare),
+    ):
         module.add(commands)
     return parser
 
@@ -134,6 +139,6 @@ def _parser() -> Parser:
 def _no_command(arguments: argparse.Namespace) -> NoReturn:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict, budget, audit, report or "
-        "compare), got none; see 'mirrordp --help'."
+        "expected a command (account, calibrate, demo, fit, predict, export, serve, budget, audit, "
+        "report or compare), got none; see 'mirrordp --help'."
     )

@@ -61,6 +61,7 @@ class LinearScorer:
         return self.coefficients.shape
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
+        """Returns the scores of each row."""
         return features @ self.coefficients.T + self.intercepts
 
     def to_dict(self) -> dict[str, Any]:

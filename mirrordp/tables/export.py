@@ -1,0 +1,303 @@
+"""Models for other places: a `TableModel` in, a Python file that needs NumPy alone or ONNX out.
+
+Both compute what `TableModel.predict` does. The Python file is the library's own code for columns,
+rows and scores, copied; ONNX says the same in operators. A new kind of column or model needs one
+function for ONNX, in `_COLUMNS` or `_SCORES`.
+"""
+
+import ast
+import importlib
+import inspect
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mirrordp._versions import VERSION
+from mirrordp.report import write_atomically
+from mirrordp.tables.columns import (
+    MISSING,
+    CategoryColumn,
+    ClassTarget,
+    NumberColumn,
+    distinct_texts,
+    label_of,
+    labels_are_numbers,
+    number,
+    numbers,
+)
+from mirrordp.tables.files import TableError
+from mirrordp.tables.fitting import TableModel, as_table
+from mirrordp.tables.scorers import LinearScorer
+
+FORMATS = ("numpy", "onnx")
+_STANDALONE = "mirrordp.tables._standalone"
+_REST = "mirrordp.tables.files"
+_HEADER = '''"""A model of table rows, exported by mirrordp. Apart from Python 3.11 it needs only NumPy.
+
+In Python, with a data frame or a dictionary of columns:
+
+    predict({"column": [1.0, 2.0], ...})["prediction"]
+
+As a command: python FILE < rows.csv > predictions.csv
+"""
+
+import json
+from typing import Any
+
+# What the code below takes from modules that are not copied.
+Cells = Any
+TableError = ValueError
+'''
+
+
+_FOOTER = '''
+
+def predict(rows: Any) -> dict[str, np.ndarray]:
+    """Returns the prediction for each row of a data frame or a dictionary of columns."""
+    return predicted(rows, COLUMNS, CLASSES, IS_COUNT, SCORER)
+
+
+if __name__ == "__main__":
+    filter_csv(predict)
+'''
+
+
+def export_model(model: TableModel, kind: str, path: str | Path) -> None:
+    """Writes a model as one file.
+
+    Args:
+        model: the model.
+        kind: one of `FORMATS`.
+        path: the file to write.
+
+    Raises:
+        TableError: if the model cannot be expressed, or a package is missing.
+    """
+    path = Path(path)
+    content = numpy_source(model).encode() if kind == "numpy" else onnx_bytes(model)
+    write_atomically(path, content)
+
+
+# A Python file that needs NumPy alone.
+
+
+def numpy_source(model: TableModel) -> str:
+    """Returns the source of a module with a function `predict`, which imports NumPy alone."""
+    target = model.encoding.target
+    classes = target.classes if isinstance(target, ClassTarget) else ()
+    columns = "".join(f"    {column!r},\n" for column in model.encoding.columns)
+    scorer = json.dumps(model.scorer.to_dict(), allow_nan=False)
+    learned = [
+        f"# The model: {model.task} of {target.name!r}, from mirrordp {VERSION}.",
+        f"# {_promise(model)}",
+        f"COLUMNS = (\n{columns})",
+        f"CLASSES = {classes!r}",
+        f"IS_COUNT = {model.task == 'count'}",
+        f"SCORER = {type(model.scorer).__name__}.from_dict(json.loads({scorer!r}))",
+    ]
+    return "\n".join([_HEADER, *_copied(_STANDALONE, set()), *learned, _FOOTER])
+
+
+def _promise(model: TableModel) -> str:
+    """Returns the guarantee of the run in a line, as far as the model states one."""
+    stated = [model.privacy.get(name) for name in ("epsilon", "delta", "adjacency", "unit")]
+    if None in stated:
+        return "It states no privacy guarantee."
+    return "Privacy: epsilon {:.6g}, delta {:.6g}, adjacency {}, unit {}.".format(*stated)
+
+
+def _copied(module: str, done: set[str]) -> list[str]:
+    """Returns the sources of a module and of those that it imports, without these imports."""
+    done.add(module)
+    source = inspect.getsource(importlib.import_module(module))
+    lines, before = source.splitlines(), []
+    tree = ast.parse(source)
+    leave_out = [tree.body[0]]  # the docstring
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mirrordp"):
+            leave_out.append(node)
+            if node.module not in (*done, _REST):
+                before += _copied(str(node.module), done)
+    for node in leave_out:
+        lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)  # pyright: ignore[reportOptionalOperand]
+    return [*before, f"# {module}\n", "\n".join(lines).strip("\n") + "\n"]
+
+
+# ONNX.
+
+
+class _Graph:
+    """Nodes and constants under construction; the values between them have numbers as names."""
+
+    def __init__(self, taken: set[str]):
+        self.onnx = _onnx()
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+        self._names = (name for k in itertools.count() if (name := f"value {k}") not in taken)
+
+    def constant(self, value: Any, dtype: Any = np.float64) -> str:
+        """Adds a constant and returns its name; dtype object stands for text."""
+        array = np.array(value, dtype)
+        name = next(self._names)
+        self.constants.append(self.onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def add(self, op: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        """Adds a node and returns the name of its output."""
+        name = next(self._names) if output is None else output
+        node = self.onnx.helper.make_node(op, inputs, [name], **attributes)
+        self.nodes.append(node)
+        return name
+
+
+def onnx_bytes(model: TableModel) -> bytes:
+    """Returns the model as an ONNX graph in float64.
+
+    It has one input per column, of shape (rows,): float64 for numbers, where NaN stands for
+    missing, and text for categories, where "" does; `onnx_inputs` makes them of rows. The outputs
+    are "prediction" of shape (rows,) and, for classes, "probabilities" of shape (rows, classes).
+
+    Raises:
+        TableError: if the package onnx is missing.
+    """
+    columns, target = model.encoding.columns, model.encoding.target
+    taken = {column.name for column in columns}
+    graph = _Graph(taken | set(_outputs(taken)))
+    helper, types = graph.onnx.helper, graph.onnx.TensorProto
+    features, inputs = [], []
+    for column in columns:
+        kind = types.DOUBLE if isinstance(column, NumberColumn) else types.STRING
+        inputs.append(helper.make_tensor_value_info(column.name, kind, ["rows"]))
+        features += _COLUMNS[type(column)](graph, column)
+    scores = _SCORES[type(model.scorer)](
+        graph, model.scorer, graph.add("Concat", *features, axis=1)
+    )
+    prediction, probabilities = _outputs(taken)
+    outputs = [helper.make_tensor_value_info(prediction, types.DOUBLE, ["rows"])]
+    if isinstance(target, ClassTarget):
+        if len(target.classes) == 2:
+            zero = graph.add("Mul", scores, graph.constant(0.0))
+            scores = graph.add("Concat", zero, scores, axis=1)
+        shares = graph.add("Softmax", scores, axis=1, output=probabilities)
+        best = graph.add("ArgMax", shares, axis=1, keepdims=0)
+        graph.add("Gather", graph.constant(target.classes, object), best, output=prediction)
+        shape = ["rows", len(target.classes)]
+        outputs = [
+            helper.make_tensor_value_info(prediction, types.STRING, ["rows"]),
+            helper.make_tensor_value_info(probabilities, types.DOUBLE, shape),
+        ]
+    else:
+        if model.task == "count":
+            scores = graph.add("Exp", graph.add("Min", scores, graph.constant(100.0)))
+        graph.add("Squeeze", scores, graph.constant([1], np.int64), output=prediction)
+    made = helper.make_model(
+        helper.make_graph(graph.nodes, "mirrordp", inputs, outputs, graph.constants),
+        opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)],
+        ir_version=8,
+        producer_name="mirrordp",
+        producer_version=VERSION,
+    )
+    classes = target.classes if isinstance(target, ClassTarget) else ()
+    stated = {"task": model.task, "target": target.name, "privacy": _promise(model)}
+    helper.set_model_props(made, stated | {"classes": json.dumps(classes)})
+    graph.onnx.checker.check_model(made)
+    return made.SerializeToString()
+
+
+def onnx_inputs(model: TableModel, rows: Any) -> dict[str, np.ndarray]:
+    """Returns rows as the inputs of the model's ONNX graph.
+
+    Spaces around categories are removed, and numbers among them are written as `onnx_bytes` expects
+    them. Without this function, write 1 for 1.0 where categories are whole numbers.
+
+    Args:
+        model: the model.
+        rows: what `TableModel.predict` takes.
+    """
+    table = as_table(rows)
+    model.encoding.check_columns(table, with_target=False, private=False)
+    found = {}
+    for column in model.encoding.columns:
+        cells = table.columns[column.name]
+        if isinstance(column, NumberColumn):
+            found[column.name] = numbers(cells)[0]
+            continue
+        are_numbers = labels_are_numbers(column.categories)
+        texts, which = distinct_texts(cells)
+        labels = np.array([label_of(text, are_numbers) for text in texts], object)
+        found[column.name] = labels[which]
+    return found
+
+
+def _outputs(taken: set[str]) -> tuple[str, str]:
+    """Returns the names of the outputs, which must differ from those of the columns."""
+    suffix = "_" * max((len(name) for name in taken), default=0)
+    clash = taken & {"prediction", "probabilities"}
+    return ("prediction" + suffix, "probabilities" + suffix) if clash else _OUTPUTS
+
+
+_OUTPUTS = ("prediction", "probabilities")
+
+
+def _number(graph: _Graph, column: NumberColumn) -> list[str]:
+    missing = graph.add("Or", graph.add("IsNaN", column.name), graph.add("IsInf", column.name))
+    ends = (graph.constant(column.low), graph.constant(column.high))
+    shifted = graph.add("Sub", graph.add("Clip", column.name, *ends), graph.constant(column.mean))
+    scaled = graph.add("Div", shifted, graph.constant(column.scale))
+    axis = graph.constant([1], np.int64)
+    found = [graph.add("Unsqueeze", graph.add("Where", missing, graph.constant(0.0), scaled), axis)]
+    if column.marks_missing:
+        mark = graph.add("Cast", missing, to=graph.onnx.TensorProto.DOUBLE)
+        found.append(graph.add("Unsqueeze", mark, axis))
+    return found
+
+
+def _category(graph: _Graph, column: CategoryColumn) -> list[str]:
+    """Looks up the row of features that belongs to a text; the last row is that of unknown ones."""
+    are_numbers = labels_are_numbers(column.categories)
+    which = {label_of(text, are_numbers): k for k, text in enumerate(column.categories)}
+    missing = which[label_of(column.most_common, are_numbers)]
+    if column.marks_missing:
+        missing = len(which)
+    # Further spellings, for callers who do not use `onnx_inputs`: 1.0 for 1.
+    spellings = {repr(float(text)): k for text, k in which.items() if are_numbers and number(text)}
+    codes = dict.fromkeys(sorted(MISSING), missing) | spellings | which
+    width = len(column.features)
+    code = graph.add(
+        "LabelEncoder",
+        column.name,
+        domain="ai.onnx.ml",
+        keys_strings=list(codes),
+        values_int64s=list(codes.values()),
+        default_int64=width,
+    )
+    table = np.vstack([np.eye(width), np.zeros((1, width))])
+    return [graph.add("Gather", graph.constant(table), code)]
+
+
+def _linear(graph: _Graph, scorer: LinearScorer, features: str) -> str:
+    product = graph.add("MatMul", features, graph.constant(scorer.coefficients.T))
+    return graph.add("Add", product, graph.constant(scorer.intercepts))
+
+
+_COLUMNS: dict[type, Callable[[_Graph, Any], list[str]]] = {
+    NumberColumn: _number,
+    CategoryColumn: _category,
+}
+_SCORES: dict[type, Callable[[_Graph, Any, str], str]] = {LinearScorer: _linear}
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+        import onnx.numpy_helper
+    except ImportError:
+        raise TableError(
+            "expected the package onnx for this export, but it is not installed; run pip install "
+            "'mirrordp[onnx]', or export to numpy."
+        ) from None
+    return onnx

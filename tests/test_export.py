@@ -1,0 +1,277 @@
+"""Exported models compute what `TableModel.predict` does."""
+
+import ast
+import collections
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from mirrordp import cli
+from mirrordp.tables import (
+    CategoryColumn,
+    ClassTarget,
+    NumberColumn,
+    NumberTarget,
+    Table,
+    TableEncoding,
+    TableError,
+    export,
+)
+from mirrordp.tables.columns import MISSING, Tally
+from mirrordp.tables.fitting import TableModel
+from mirrordp.tables.scorers import SCORERS, LinearScorer
+
+TASKS = ("regression", "count", "two classes", "five classes")
+WORDS = ("red", "blue", "a,b", 'quote "', "ü", "back\\slash", "line\nbreak")
+
+
+def make_model(task, seed=0, names=("x", "half", "colour", "code", "letter")):
+    """Numbers and categories, with and without a feature for missing cells."""
+    rng = np.random.default_rng(seed)
+    encoding = TableEncoding(
+        (
+            NumberColumn(names[0], 0.3, 2.0, -4.0, 5.0, False),
+            NumberColumn(names[1], -1e3, 1e-3, -1001.0, -999.0, True),
+            CategoryColumn(names[2], tuple(sorted(WORDS)), "red", False),
+            CategoryColumn(names[3], ("-1", "0", "0.3", "2", "1e+20"), "2", True),
+            CategoryColumn(names[4], ("007", "7", "b"), "b", True),
+        ),
+        {
+            "regression": NumberTarget("y", is_count=False),
+            "count": NumberTarget("y", is_count=True),
+            "two classes": ClassTarget("y", ("no", "yes"), False),
+            "five classes": ClassTarget("y", ("0", "1", "2", "10", "11"), True),
+        }[task],
+    )
+    outputs = 5 if task == "five classes" else 1
+    scorer = LinearScorer(
+        rng.normal(size=(outputs, len(encoding.features))), rng.normal(size=outputs)
+    )
+    task = "classification" if "classes" in task else task
+    privacy = {"epsilon": 1.0, "delta": 1e-6, "adjacency": "zero-out", "unit": "example"}
+    return TableModel(task=task, encoding=encoding, scorer=scorer, privacy=privacy)
+
+
+def random_table(model, seed, rows=200):
+    """Known, unknown, odd and missing cells, as text or as numbers."""
+    rng = np.random.default_rng(seed)
+    odd = [*sorted(MISSING), " NA ", "1e400", "-inf", "x1", "1,5", "  2 ", "2.0", "0", "-0", "0.30"]
+    columns = {}
+    for column in model.encoding.columns:
+        if isinstance(column, NumberColumn):
+            values = rng.normal(column.mean, 3 * column.scale, rows)
+            known = [repr(value) for value in values.tolist()]
+        else:
+            known = [*(" " * k + text for k in (0, 1) for text in column.categories), "unknown"]
+        cells = np.where(
+            rng.random(rows) < 0.7, rng.choice(known, rows), rng.choice(odd, rows)
+        ).tolist()
+        if seed % 2 and column.name in ("x", "half", "code"):
+            numbers = [0.3, 0.1 + 0.2, 2.0, -1.0, 1e20, np.nan, np.inf, -np.inf, 17.0]
+            cells = np.where(
+                rng.random(rows) < 0.5, rng.choice(numbers, rows), rng.normal(size=rows)
+            )
+        columns[column.name] = cells
+    return Table("random", columns)
+
+
+def expected_of(model, table):
+    # What judge says about such tables is not in question here.
+    return model.predict(table, collections.defaultdict(Tally))
+
+
+def agrees(model, found, expected, tolerance):
+    """Labels are compared where two classes do not have the same share."""
+    for name, values in expected.items():
+        if name != "prediction" or model.task != "classification":
+            np.testing.assert_allclose(found[name], values, rtol=tolerance, atol=tolerance)
+    if model.task == "classification":
+        shares = np.sort(np.column_stack([v for k, v in expected.items() if k != "prediction"]))
+        clear = shares[:, -1] - shares[:, -2] > 1e-6
+        assert clear.mean() > 0.9
+        assert (found["prediction"] == expected["prediction"])[clear].all()
+
+
+def load(source, tmp_path):
+    path = tmp_path / "predictor.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported_predictor", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_numpy_file_computes_the_same(task, tmp_path):
+    model = make_model(task)
+    predictor = load(export.numpy_source(model), tmp_path)
+    for seed in range(6):
+        table = random_table(model, seed)
+        agrees(model, predictor.predict(dict(table.columns)), expected_of(model, table), 1e-12)
+    assert len(predictor.predict({name: [] for name in table.columns})["prediction"]) == 0
+    with pytest.raises(ValueError, match="expected columns"):
+        predictor.predict({"x": [1.0]})
+
+
+ALONE = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocker())
+sys.path.insert(0, {folder!r})
+sys.argv = ["predictor.py"]
+import runpy
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("task", ["regression", "two classes"])
+def test_the_numpy_file_runs_alone(task, tmp_path):
+    """As a command, in a process that has NumPy and the standard library, and nothing else."""
+    model = make_model(task)
+    path = tmp_path / "predictor.py"
+    export.export_model(model, "numpy", path)
+    rows = {
+        "x": ["1", "", "9"],
+        "half": ["-1000", "?", "-999.5"],
+        "colour": ["red", "pink", ""],
+        "code": ["2.0", "", "x"],
+        "letter": ["007", "b", "7"],
+        "other": ["1", "2", "3"],
+    }
+    text = "\n".join([",".join(rows), *(",".join(row) for row in zip(*rows.values(), strict=True))])
+    folder = str(importlib.util.find_spec("numpy").origin).rpartition("/numpy/")[0]
+    blocked = ["mirrordp", "jax", "jaxlib", "sklearn", "scipy", "pandas", "polars", "onnx"]
+    script = ALONE.format(blocked=blocked, folder=folder, path=str(path))
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], input=text, capture_output=True, text=True, check=True
+    )
+    header, *lines = done.stdout.splitlines()
+    expected = model.predict(rows)
+    assert header.split(",") == list(expected)
+    cells = zip(*(line.split(",") for line in lines), strict=True)
+    found = dict(zip(header.split(","), cells, strict=True))
+    for name, values in expected.items():
+        if values.dtype.kind == "f":
+            np.testing.assert_allclose(np.array(found[name], float), values, rtol=1e-12)
+        else:
+            assert list(found[name]) == values.tolist()
+
+
+def test_copied_modules_do_not_overwrite_each_other():
+    """They share one namespace in the exported file."""
+    tree = ast.parse(export.numpy_source(make_model("regression")))
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names += [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    assert [name for name, count in collections.Counter(names).items() if count > 1] == []
+    modules = {
+        node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    outside = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
+    assert outside == {"numpy"}
+
+
+def run_onnx(model, table):
+    session = onnxruntime.InferenceSession(
+        export.onnx_bytes(model), providers=["CPUExecutionProvider"]
+    )
+    found = session.run(None, export.onnx_inputs(model, table))
+    names = [output.name for output in session.get_outputs()]
+    columns = {"prediction": found[0]}
+    if len(found) > 1:
+        assert names[1].startswith("probabilities")
+        for index, label in enumerate(model.encoding.target.classes):
+            columns[f"probability of {label}"] = found[1][:, index]
+    return columns
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_onnx_computes_the_same(task):
+    model = make_model(task)
+    for seed in range(6):
+        table = random_table(model, seed)
+        agrees(model, run_onnx(model, table), expected_of(model, table), 1e-9)
+
+
+def test_onnx_without_the_helper():
+    """Plain arrays do: text as it stands, NaN for a missing number."""
+    model = make_model("count")
+    rows = {
+        "x": np.array([1.0, np.nan]),
+        "half": np.array([np.inf, -1000.0]),
+        "colour": np.array(["red", "NA"], object),
+        "code": np.array(["2.0", "0.3"], object),
+        "letter": np.array(["", "007"], object),
+    }
+    session = onnxruntime.InferenceSession(export.onnx_bytes(model))
+    (found,) = session.run(None, rows)
+    np.testing.assert_allclose(found, model.predict(rows)["prediction"], rtol=1e-9)
+    properties = session.get_modelmeta().custom_metadata_map
+    assert properties["target"] == "y"
+    assert "epsilon 1, delta 1e-06" in properties["privacy"]
+
+
+def test_columns_may_have_any_name(tmp_path):
+    names = ("prediction", "probabilities", "value 0", 'a "b"\n"""', "{}")
+    model = make_model("two classes", names=names)
+    table = random_table(model, 2)
+    expected = expected_of(model, table)
+    agrees(model, run_onnx(model, table), expected, 1e-9)
+    predictor = load(export.numpy_source(model), tmp_path)
+    agrees(model, predictor.predict(dict(table.columns)), expected, 1e-12)
+
+
+def test_a_wrong_export_is_noticed():
+    """The comparison above can fail: one coefficient off by a little, one category renamed."""
+    model, table = make_model("regression"), random_table(make_model("regression"), 0)
+    changed = model.scorer.coefficients.copy()
+    changed[0, 0] += 1e-5
+    wrong = TableModel(
+        task=model.task,
+        encoding=model.encoding,
+        scorer=LinearScorer(changed, model.scorer.intercepts),
+        privacy={},
+    )
+    with pytest.raises(AssertionError):
+        agrees(model, run_onnx(wrong, table), expected_of(model, table), 1e-6)
+
+
+def test_every_kind_of_model_can_be_exported():
+    assert set(export._SCORES) == set(SCORERS.values())
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "model.json").write_text(make_model("regression").to_json())
+    for kind, name in (("numpy", "predictor.py"), ("onnx", "model.onnx")):
+        output = tmp_path / name
+        options = ["export", "--model", str(tmp_path), "--to", kind, str(output), "--json"]
+        assert cli.main(options) == 0
+        assert json.loads(capsys.readouterr().out) == {"output": str(output), "format": kind}
+        assert output.stat().st_size > 1000
+    assert cli.main([*options[:4], "pickle", str(output)]) == 2
+    assert "one of numpy, onnx" in capsys.readouterr().err
+    assert cli.main(["export", "--model", "none", "--to", "onnx", str(output)]) == 2
+
+
+def test_onnx_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(TableError, match=r"mirrordp\[onnx\]"):
+        export.onnx_bytes(make_model("regression"))
