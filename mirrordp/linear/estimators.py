@@ -29,7 +29,7 @@ from mirrordp import _validate
 from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.linear import _inputs, descent
+from mirrordp.linear import _inputs, descent, uncertainty
 from mirrordp.linear._planning import Plan, plan_cold, plan_warm
 from mirrordp.linear.descent import Rows
 from mirrordp.linear.tuning import DescentSettings
@@ -204,6 +204,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             rows = Rows(plan.scaling(X), problem.targets, problem.counts)
             theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
         self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
+        if X_public is not None:
+            self._keep_public_parts(problem, X_public, plan, theta, mechanism)
         self.n_iter_ = plan.settings.num_steps
         num_public = 0 if X_public is None else len(X_public)
         method = "cold DP-SGD"
@@ -229,6 +231,30 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             },
         )
         return self
+
+    def _keep_public_parts(
+        self, problem: _Problem, x: np.ndarray, plan: Plan, theta: np.ndarray, mechanism: Mechanism
+    ) -> None:
+        """Keeps the public model, and how far noise alone moves the released coefficients."""
+        start = self._decode(problem, *plan.scaling.original(plan.theta))
+        self.public_coef_, self.public_intercept_ = start
+        self.noise_stddev_ = None
+        if plan.settings.num_steps == 0:
+            self.noise_stddev_ = np.zeros((theta.shape[1], x.shape[1]))
+        elif theta.size <= uncertainty.MAX_PARAMETERS:
+            assert problem.public_targets is not None
+            root = uncertainty.noise_root(
+                problem.family,
+                theta,
+                Rows(plan.scaling(x), problem.public_targets),
+                l2_clip_norm=mechanism.l2_clip_norm,
+                noise=mechanism.noise_stddev / mechanism.sampling.expected_batch_size,
+                num_steps=mechanism.num_steps,
+                learning_rate=plan.settings.learning_rate,
+            )
+            columns, _ = plan.scaling.original(root.reshape(len(theta), -1))
+            columns = columns.reshape(*root.shape[1:], -1) * problem.scale
+            self.noise_stddev_ = np.sqrt(np.sum(columns**2, axis=1))
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
@@ -458,6 +484,11 @@ _SHARED_PARAMETERS = """
         n_iter_: the number of steps that read private rows, which is 0 if the public model was
             the better choice.
         privacy_: the `RunReport`, which states the guarantee.
+        public_coef_, public_intercept_: the model of the public rows alone, from which the descent
+            started; only with public rows.
+        noise_stddev_: the standard deviations that the noise alone gives the coefficients, shape
+            (outputs, d), by `mirrordp.linear.uncertainty`; only with public rows. It is None for
+            more parameters than are handled there.
     """
 
 

@@ -36,7 +36,7 @@ from mirrordp.tables.scorers import LinearScorer
 FORMATS = ("numpy", "onnx")
 _STANDALONE = "mirrordp.tables._standalone"
 _REST = "mirrordp.tables.files"
-_HEADER = '''"""A model of table rows, exported by mirrordp. Apart from Python 3.11 it needs only NumPy.
+_HEADER = '''"""A model of table rows, exported by mirrordp. It needs Python 3.11 and NumPy.
 
 In Python, with a data frame or a dictionary of columns:
 
