@@ -214,8 +214,13 @@ def test_the_folder_depends_on_private_rows_through_the_coefficients_alone(files
         model = json.loads((out / "model.json").read_text())
         assert set(model.pop("scorer")) == {"kind", "coefficients", "intercepts"}
         assert model.pop("sha256") is not None
+        report = json.loads((out / "report.json").read_text())
+        for content in (report, model["privacy"]):
+            # The largest of the released coefficients; their noise follows from public rows here.
+            coefficients = content["results"].pop("coefficients")
+            assert {one["feature"] for one in coefficients} == set(model["features"])
         card = (out / "privacy_card.md").read_text()
-        contents.append((model, json.loads((out / "report.json").read_text()), card))
+        contents.append((model, report, card))
     assert contents[0] == contents[1]
 
 
@@ -519,15 +524,16 @@ def test_installed_command(files):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("task", "names"),
-    [
-        ("regression", {"test_rmse"}),
-        ("classification", {"test_loss", "test_accuracy"}),
-        ("count", {"test_rmse"}),
-    ],
-)
-def test_rows_to_judge_by(capsys, tmp_path, task, names):
+NUMBERS = ("rmse", "mae", "r2", "median_error", "error_90")
+METRICS = {
+    "regression": NUMBERS,
+    "classification": ("loss", "accuracy", "auc", "average_precision", "calibration_error"),
+    "count": (*NUMBERS, "deviance"),
+}
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_rows_to_judge_by(capsys, tmp_path, task):
     files = {
         "private": make_table(tmp_path / "private.csv", 400, 0, task=task),
         "public": make_table(tmp_path / "public.csv", 60, 1, task=task),
@@ -535,9 +541,18 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
     }
     test = make_table(tmp_path / "test.csv", 50, 2, task=task)
     assert cli.main(fit_options(files, task, test=test, seed=0)) == 0
-    assert "(without features: " in capsys.readouterr().out.split("On test rows", 1)[1]
+    shown = capsys.readouterr().out.split("On 50 test rows", 1)[1].splitlines()
+    heads = ["this model", "public rows alone", "guess without features"]
+    assert [shown[1].index(head) for head in heads] == sorted(
+        shown[1].index(head) for head in heads
+    )
+    rows = [line for line in shown[2:] if line.startswith("  ")]
+    for name, row in zip(METRICS[task], rows, strict=True):
+        assert row.startswith(f"  {name.replace('_', ' ')} ")
     results = json.loads((files["out"] / "report.json").read_text())["results"]
-    assert names <= set(results)
+    for prefix in ("test", "public", "baseline"):
+        assert {f"{prefix}_{name}" for name in METRICS[task]} <= set(results)
+        assert results[f"{prefix}_{METRICS[task][0]}_standard_error"] > 0
     assert results["test_rows"] == 50
     # The same from what predict writes.
     output = tmp_path / "output.csv"
@@ -560,6 +575,35 @@ def test_rows_to_judge_by(capsys, tmp_path, task, names):
         mean = np.mean([float(cell) for cell in read_table(files["public"]).columns["y"] if cell])
         gaps = np.array(columns["y"], float) - mean
         assert results["baseline_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+def test_the_ceiling_stays_with_the_operator(capsys, tmp_path, task):
+    files = {
+        "private": make_table(tmp_path / "private.csv", 400, 0, task=task),
+        "public": make_table(tmp_path / "public.csv", 60, 1, task=task),
+        "out": tmp_path / "model",
+    }
+    test = make_table(tmp_path / "test.csv", 50, 2, task=task)
+    assert cli.main([*fit_options(files, task), "--ceiling"]) == 2
+    assert "expected --test" in capsys.readouterr().err
+    plain = tmp_path / "plain"
+    assert cli.main(fit_options(files, task, test=test, out=plain, seed=0)) == 0
+    estimators._FITS.clear()  # as in a process of its own
+    before = capsys.readouterr().err.splitlines()
+    assert cli.main([*fit_options(files, task, test=test, seed=0), "--ceiling"]) == 0
+    captured = capsys.readouterr()
+    assert "without protection" not in captured.out
+    (line,) = (line for line in captured.err.splitlines() if line not in before)
+    assert line.startswith(f"mirrordp: {UNPROTECTED} the same model without protection: ")
+    name, value = line.partition("protection: ")[2].split()[:2]
+    assert name == {"classification": "loss"}.get(task, "rmse")
+    # Nothing but the words that it was shown is in the report.
+    report, other = (json.loads((out / "report.json").read_text()) for out in (files["out"], plain))
+    assert report.pop("shown_without_protection") == [tabular.CEILING_SHOWN]
+    assert other.pop("shown_without_protection") == []
+    assert report == other
+    assert float(value) <= 1.1 * report["results"][f"baseline_{name}"]
 
 
 @pytest.mark.parametrize("test", ["private", "copy", "none"])

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,12 @@ def add(commands: Any) -> None:
         help=f"{_TABLE}; further rows that need no protection, to evaluate the model on",
     )
     parser.add_argument(
+        "--ceiling",
+        action="store_true",
+        help="also fit without protection, and show on standard error how well that does on test "
+        "rows: for the operator only, never written",
+    )
+    parser.add_argument(
         "--method",
         type=one_of(*_METHODS),
         default="auto",
@@ -152,6 +158,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.data_changed and arguments.budget is None:
         raise UsageError("expected --budget with --data-changed, got none; leave it out.")
 
+    if arguments.ceiling and arguments.test is None:
+        raise UsageError("expected --test with --ceiling, got none; add test rows.")
+
     from mirrordp.data import UNPROTECTED
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.files import HAS_LOCKS
@@ -186,6 +195,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
                 test=arguments.test,
+                ceiling=arguments.ceiling,
                 spend=budget,
                 data_changed=arguments.data_changed,
                 # Kept until the model is on disk: only then is there nothing left to resume.
@@ -200,6 +210,12 @@ def _run(arguments: argparse.Namespace) -> int:
     # On standard error, since what is printed may be passed on.
     for name, words in fitted.unprotected_cells.items():
         print(f"mirrordp: {UNPROTECTED} column {name!r}: {words}.", file=sys.stderr)
+    if fitted.unprotected_ceiling is not None:
+        scores = (
+            f"{k} {_with_interval(v._asdict())}" for k, v in fitted.unprotected_ceiling.items()
+        )
+        line = f"{UNPROTECTED} the same model without protection: {', '.join(scores)}."
+        print(f"mirrordp: {line}", file=sys.stderr)
     return 0
 
 
@@ -225,6 +241,8 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
             "out": str(arguments.out),
             "seconds": round(seconds, 1),
         }
+        if "test" in report.results:
+            result["test"] = report.results["test"]["models"]
         if report.seed is not None:
             result |= {"seed": report.seed, "randomness": NOT_FOR_RELEASE}
         if report.ledger is not None:
@@ -261,13 +279,32 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
-    for name in ("rmse", "loss", "accuracy"):
-        if f"test_{name}" in report.results:
-            baseline = report.results.get(f"baseline_{name}")
-            guess = "" if baseline is None else f" (without features: {baseline:.4g})"
-            print(f"On test rows: {name} {report.results[f'test_{name}']:.4g}{guess}.")
+    if "test" in report.results:
+        _print_scores(report.results["test"])
     print(f"Wrote model.json, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
+
+
+def _print_scores(test: Mapping[str, Any]) -> None:
+    """Prints one line per measure, and one column per model."""
+    models = test["models"]
+    names = list(dict.fromkeys(name for measured in models.values() for name in measured))
+    table = [["", *models]]
+    for name in names:
+        cells = [measured.get(name) for measured in models.values()]
+        shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
+        table.append([name.replace("_", " "), *shown])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"  {'  '.join(cells)}".rstrip())
+
+
+def _with_interval(measured: Mapping[str, Any]) -> str:
+    if measured["low"] is None:
+        return f"{measured['value']:.4g}"
+    return f"{measured['value']:.4g} ({measured['low']:.4g} to {measured['high']:.4g})"
 
 
 def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:

@@ -33,10 +33,12 @@ from mirrordp.spending.ledger import Ledger
 from mirrordp.tables import (
     TASKS,
     ClassTarget,
+    EncodedTable,
     NumberTarget,
     Table,
     TableEncoding,
     TableError,
+    evaluation,
     learn_encoding,
     read_batches,
     read_table,
@@ -54,6 +56,8 @@ VERSION = 2
 """The version of model.json. Version 1 knew linear models alone."""
 MIN_PUBLIC_ROWS = 10
 """The smallest number of public rows, since fewer do not determine a scale."""
+
+CEILING_SHOWN = "the scores on test rows of a model without protection, on the operator's terminal"
 
 Stage = Callable[[str], contextlib.AbstractContextManager[object]]
 """A function that takes a description of a stage and returns a context to run it in."""
@@ -128,14 +132,26 @@ class TableModel:
         table = as_table(rows)
         return self.predictions(self.encoding.encode_features(table, tallies))
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the scores: a class, or the target."""
+        target = self.encoding.target
+        if not isinstance(target, ClassTarget):
+            return (target.name,)
+        return target.classes[1:] if len(target.classes) == 2 else target.classes
+
+    def expected(self, features: np.ndarray) -> np.ndarray:
+        """Returns the expected value of each encoded row, or the probability of each class."""
+        scores, target = self.scorer(features), self.encoding.target
+        if isinstance(target, ClassTarget):
+            return families.class_probabilities(scores)
+        return (families.POISSON if target.is_count else families.SQUARED_ERROR).mean(scores)[:, 0]
+
     def predictions(self, features: np.ndarray) -> dict[str, np.ndarray]:
         """Returns what `predict` does, for rows that are already encoded."""
-        scores = self.scorer(features)
-        target = self.encoding.target
+        shares, target = self.expected(features), self.encoding.target
         if isinstance(target, NumberTarget):
-            family = families.POISSON if target.is_count else families.SQUARED_ERROR
-            return {"prediction": family.mean(scores)[:, 0]}
-        shares = families.class_probabilities(scores)
+            return {"prediction": shares}
         columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
         return columns | {
             f"probability of {name}": shares[:, index] for index, name in enumerate(target.classes)
@@ -268,12 +284,15 @@ class FittedTable:
         left_out: the columns that were left out because of the public table, with the reason.
         unprotected_cells: by column, how many private cells the public table does not cover. Not
             covered by the guarantee, so for the operator only.
+        unprotected_ceiling: how well the same model does on test rows if it is fitted without
+            protection, if that was asked for. Not covered by the guarantee either.
     """
 
     model: TableModel
     report: RunReport
     left_out: Mapping[str, str]
     unprotected_cells: Mapping[str, str]
+    unprotected_ceiling: Mapping[str, evaluation.Measured] | None = None
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Makes the folder with model.json, report.json and privacy_card.md in one step.
@@ -330,6 +349,7 @@ def fit_files(
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
     test: str | os.PathLike[str] | None = None,
+    ceiling: bool = False,
     spend: Ledger | Budget | None = None,
     data_changed: bool = False,
     checkpoint: Checkpoint | None = None,
@@ -355,7 +375,10 @@ def fit_files(
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
         test: a CSV or Parquet file of further rows that need no protection. The report states how
-            well the model does on them.
+            well the model does on them, beside the model of the public rows alone and a guess.
+        ceiling: whether to fit the same model without protection too, to see on test rows what
+            protection costs. Its scores are for the operator only and are not in the report, which
+            says that they were shown.
         spend: the budget or ledger that the fit is charged to, under its adjacency. A budget that
             has no room for the run refuses it before any file is read.
         data_changed: acknowledges that the budget was made for another private file.
@@ -431,21 +454,62 @@ def fit_files(
             spend=spend,
             checkpoint=checkpoint,
         )
+    scorer = _linear(estimator.coef_, estimator.intercept_)
+    model = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
+    results = {**estimator.privacy_.results, "task": task, "target": target}
+    results["coefficients"] = evaluation.largest_coefficients(
+        encoding.features, model.outputs, scorer.coefficients, estimator.noise_stddev_
+    )
+    shown, unprotected = estimator.privacy_.shown_without_protection, None
+    if rows_to_judge_by is not None:
+        test_x, test_y = rows_to_judge_by
+        public_model = dataclasses.replace(
+            model, scorer=_linear(estimator.public_coef_, estimator.public_intercept_)
+        )
+        results |= evaluation.evaluate(
+            encoding.target,
+            test_y,
+            {
+                evaluation.MODEL: model.expected(test_x),
+                evaluation.PUBLIC: public_model.expected(test_x),
+                evaluation.GUESS: evaluation.guess(
+                    encoding.target, known.target[usable], len(test_y)
+                ),
+            },
+        )
+        if ceiling:
+            with stage("fitting a model without protection"):
+                unprotected = _ceiling(model, secret, known, test_x, test_y)
+            shown = (*shown, CEILING_SHOWN)
     report = dataclasses.replace(
         estimator.privacy_,
         title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
-        results={**estimator.privacy_.results, "task": task, "target": target},
+        results=results,
+        shown_without_protection=shown,
     )
-    if rows_to_judge_by is not None:
-        judged = _judged(task, estimator, *rows_to_judge_by, known.target[usable])
-        report = dataclasses.replace(report, results={**report.results, **judged})
-    model = TableModel(
-        task=task,
-        encoding=encoding,
-        scorer=LinearScorer(np.atleast_2d(estimator.coef_), np.atleast_1d(estimator.intercept_)),
-        privacy=report.to_dict(),
-    )
-    return FittedTable(model, report, learned.left_out, secret.unfamiliar)
+    model = dataclasses.replace(model, privacy=report.to_dict())
+    return FittedTable(model, report, learned.left_out, secret.unfamiliar, unprotected)
+
+
+def _linear(coefficients: np.ndarray, intercepts: Any) -> LinearScorer:
+    return LinearScorer(np.atleast_2d(coefficients), np.atleast_1d(intercepts))
+
+
+def _ceiling(
+    model: TableModel,
+    secret: EncodedTable,
+    known: EncodedTable,
+    test_x: np.ndarray,
+    test_y: np.ndarray,
+) -> dict[str, evaluation.Measured]:
+    """Returns how well the model would do without protection. Not covered by any guarantee."""
+    parts = [
+        (rows.features[~rows.unusable], rows.target[~rows.unusable]) for rows in (secret, known)
+    ]
+    x, y = (np.concatenate(part) for part in zip(*parts, strict=True))
+    scorer = _linear(*evaluation.fit_without_protection(model.encoding.target, x, y))
+    unprotected = dataclasses.replace(model, scorer=scorer)
+    return evaluation.measure(model.encoding.target, test_y, unprotected.expected(test_x))
 
 
 def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
@@ -479,33 +543,6 @@ def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.n
         )
     rows = encoding.encode([read_table(test)], private=False)
     return rows.features[~rows.unusable], rows.target[~rows.unusable]
-
-
-def _judged(
-    task: str, estimator: Any, x: np.ndarray, y: np.ndarray, y_public: np.ndarray
-) -> dict[str, float]:
-    """Returns how well released coefficients do on rows that need no protection.
-
-    The names with `baseline_` belong to a guess that uses no feature: the commonest public class,
-    or the public mean.
-    """
-    predicted = estimator.predict(x)
-    found = {"test_rows": len(x)}
-    if task == "classification":
-        shares = estimator.predict_proba(x)[
-            np.arange(len(x)), np.searchsorted(estimator.classes_, y)
-        ]
-        loss = -float(np.mean(np.log(np.maximum(shares, 1e-15))))
-        guess = np.bincount(y_public).argmax()
-        return found | {
-            "test_loss": loss,
-            "test_accuracy": float(np.mean(predicted == y)),
-            "baseline_accuracy": float(np.mean(y == guess)),
-        }
-    return found | {
-        "test_rmse": float(np.sqrt(np.mean((predicted - y) ** 2))),
-        "baseline_rmse": float(np.sqrt(np.mean((y - y_public.mean()) ** 2))),
-    }
 
 
 def _adjacency_of(spend: Ledger | Budget) -> Adjacency:
