@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from mirrordp.tables import ClassTarget, NumberTarget, evaluation
+from mirrordp.tables import (
+    CategoryColumn,
+    ClassTarget,
+    NumberColumn,
+    NumberTarget,
+    TableEncoding,
+    evaluation,
+)
 
 NUMBER = NumberTarget("y", is_count=False)
 COUNT = NumberTarget("y", is_count=True)
@@ -159,19 +166,46 @@ def test_what_a_report_gets():
     assert evaluation.guess(NUMBER, np.array([1.0, 3.0]), 2).tolist() == [2.0, 2.0]
 
 
+def encoding_of(*columns):
+    return TableEncoding(columns, NUMBER)
+
+
+def number(name):
+    return NumberColumn(name, 0.0, 1.0, -1.0, 1.0, False)
+
+
 def test_largest_coefficients():
-    found = evaluation.largest_coefficients(
-        ("p", "q"), ("a", "b"), np.array([[1.0, -3.0], [2.0, 0.0]]), np.ones((2, 2))
+    root = np.zeros((1, 2, 3))
+    root[0, 1] = [3.0, 0.0, 4.0]
+    found = evaluation.largest_effects(
+        encoding_of(number("p"), number("q")), ("y",), np.array([[1.0, -3.0]]), root
     )
-    assert [(one["feature"], one["output"], one["value"]) for one in found] == [
-        ("q", "a", -3.0),
-        ("p", "b", 2.0),
-        ("p", "a", 1.0),
-        ("q", "b", 0.0),
+    assert [(one["feature"], one["value"], one["noise_stddev"]) for one in found] == [
+        ("q", -3.0, 5.0),
+        ("p", 1.0, 0.0),
     ]
-    wide = evaluation.largest_coefficients(("p",) * 50, ("a",), np.ones((1, 50)), None)
+    wide = evaluation.largest_effects(
+        encoding_of(*map(number, map(str, range(50)))), ("y",), np.ones((1, 50)), None
+    )
     assert len(wide) == 20
     assert wide[0]["noise_stddev"] is None
+
+
+def test_effects_leave_out_what_changes_no_prediction():
+    """A constant on all categories of a column, or on all classes, and the noise in it."""
+    colours = CategoryColumn("colour", ("blue", "red"), "red", False)
+    encoding = encoding_of(number("x"), colours)
+    coefficients = np.array([[2.0, 1.0, 5.0]])
+    root = np.array([[[0.0, 0.0], [100.0, 1.0], [100.0, -1.0]]])
+    by_name = {
+        one["feature"]: (one["value"], one["noise_stddev"])
+        for one in evaluation.largest_effects(encoding, ("y",), coefficients, root)
+    }
+    assert by_name == {"x": (2.0, 0.0), "colour=blue": (-2.0, 1.0), "colour=red": (2.0, 1.0)}
+    classes = np.array([[2.0], [4.0], [0.0]])
+    found = evaluation.largest_effects(encoding_of(number("x")), ("a", "b", "c"), classes + 7, None)
+    assert {one["output"]: one["value"] for one in found} == {"a": 0.0, "b": 2.0, "c": -2.0}
+    assert coefficients.tolist() == [[2.0, 1.0, 5.0]]
 
 
 @pytest.mark.parametrize("target", [NUMBER, COUNT, BINARY, THREE])

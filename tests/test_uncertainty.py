@@ -63,6 +63,11 @@ def spread_over_fits(monkeypatch, task, **options):
     )
     keys = jax.random.split(jax.random.key(1), FITS)
     found = [original(scaling, calls[0](key))[0] * scale_of(model, y_public) for key in keys]
+    # A linear function of coefficients has the norm of that function of the root: a sum, here.
+    sums = np.std(np.sum(found, axis=2), axis=0, ddof=1)
+    stated = np.linalg.norm(model.noise_root_.sum(axis=1), axis=1)
+    assert agrees(sums, stated)
+    assert not agrees(sums, np.linalg.norm(model.noise_stddev_.sum(axis=1, keepdims=True), axis=1))
     return np.std(found, axis=0, ddof=1), model.noise_stddev_
 
 
@@ -163,3 +168,4 @@ def test_the_public_model_has_no_noise_and_large_models_state_none(monkeypatch):
     model = PrivateLinearRegression(1.0, 1e-5, random_state=0, num_steps=3, learning_rate=0.1)
     model.fit(x, y, X_public=x_public, y_public=y_public)
     assert model.noise_stddev_ is None
+    assert model.noise_root_ is None

@@ -27,6 +27,12 @@ def add(commands: Any) -> None:
         "folder", type=Path, metavar="DIR", help="a folder with report.json (demo and fit make one)"
     )
     add_html(parser)
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        metavar="DIR",
+        help="write calibration or residuals on test rows, and coefficients, as PNG files there",
+    )
 
 
 def add_html(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +43,18 @@ def add_html(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mirrordp.report import RunReport, report_page
+    from mirrordp.report import RunReport, evaluation_figures, report_page
 
     name = arguments.folder.absolute().name
     with library_errors(), interruptible():
         report = RunReport.read(arguments.folder)
-        wrote = write_all([(arguments.html, lambda: report_page(report, run=name).encode())])
+        wanted: list[tuple[Path | None, Callable[[], bytes]]] = [
+            (arguments.html, lambda: report_page(report, run=name).encode())
+        ]
+        if arguments.figures is not None:
+            drawn = evaluation_figures(report.results)
+            wanted += [(arguments.figures / file, lambda c=c: c) for file, c in drawn.items()]
+        wrote = write_all(wanted)
     if arguments.json:
         print_json(report.to_dict() | {"wrote": wrote})
     elif wrote:

@@ -238,9 +238,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         """Keeps the public model, and how far noise alone moves the released coefficients."""
         start = self._decode(problem, *plan.scaling.original(plan.theta))
         self.public_coef_, self.public_intercept_ = start
-        self.noise_stddev_ = None
+        self.noise_root_ = self.noise_stddev_ = None
         if plan.settings.num_steps == 0:
-            self.noise_stddev_ = np.zeros((theta.shape[1], x.shape[1]))
+            self.noise_root_ = np.zeros((theta.shape[1], x.shape[1], 1))
         elif theta.size <= uncertainty.MAX_PARAMETERS:
             assert problem.public_targets is not None
             root = uncertainty.noise_root(
@@ -254,7 +254,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             )
             columns, _ = plan.scaling.original(root.reshape(len(theta), -1))
             columns = columns.reshape(*root.shape[1:], -1) * problem.scale
-            self.noise_stddev_ = np.sqrt(np.sum(columns**2, axis=1))
+            self.noise_root_ = np.moveaxis(columns, 1, 2)
+        if self.noise_root_ is not None:
+            self.noise_stddev_ = np.linalg.norm(self.noise_root_, axis=2)
 
     def _check_parameters(self) -> None:
         _validate.positive(epsilon=self.epsilon)
@@ -489,6 +491,8 @@ _SHARED_PARAMETERS = """
         noise_stddev_: the standard deviations that the noise alone gives the coefficients, shape
             (outputs, d), by `mirrordp.linear.uncertainty`; only with public rows. It is None for
             more parameters than are handled there.
+        noise_root_: a square root of their covariance, shape (outputs, d, k): a linear function of
+            the coefficients has the norm of that function of these as its standard deviation.
     """
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mirrordp.report.comparison import (
         Comparison as Comparison,
     )
+    from mirrordp.report.evaluation import (
+        evaluation_figures as evaluation_figures,
+    )
     from mirrordp.report.figures import (
         Curve as Curve,
         comparison_figure as comparison_figure,

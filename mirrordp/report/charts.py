@@ -128,6 +128,50 @@ def chart(
     return "".join((*parts, "</svg>"))
 
 
+def bars(
+    rows: Sequence[tuple[str, float, float, float]], *, describe: str, x_label: str, width: int
+) -> str:
+    """Draws one line per name: a value, and a bar between two ends.
+
+    Args:
+        rows: name, value, and the ends of the bar.
+        describe: the chart in a sentence, for readers who cannot see it.
+        x_label: the text below the horizontal axis.
+        width: the width in pixels.
+    """
+    axis = _Axis.around([0.0, *(x for _, *ends in rows for x in ends)], count=max(3, width // 130))
+    longest = max(8, width // 22)
+    names = [n if len(n) <= longest else f"{n[: longest - 1]}…" for n, *_ in rows]
+    left = 14 + 7 * max(map(len, names))
+    height = 24 * len(rows) + 60
+    bottom = height - 46
+    to_x = axis.scale(left, width - 18)
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escaped(describe)}" xmlns="http://www.w3.org/2000/svg">'
+    ]
+    for value, label in zip(axis.ticks, axis.labels, strict=True):
+        x = to_x(value)
+        stroke = _INK if value == 0 else _FAINT
+        parts.append(
+            f'<path d="M{x:.1f} 6V{bottom}" stroke="{stroke}"/><text x="{x:.1f}" y="{bottom + 19}" '
+            f'text-anchor="middle" fill="{_INK}">{label}</text>'
+        )
+    for place, (name, (_, value, low, high)) in enumerate(zip(names, rows, strict=True)):
+        y = 20 + 24 * place
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 4}" text-anchor="end" fill="{_INK}">'
+            f"{escaped(name)}</text>"
+            f'<path d="M{to_x(low):.1f} {y}H{to_x(high):.1f}" stroke="{PALETTE[2]}" '
+            f'stroke-width="3"/>{marker(2, to_x(value), y)}'
+        )
+    parts.append(
+        f'<text x="{(left + width - 18) / 2:.0f}" y="{height - 6}" text-anchor="middle" '
+        f'fill="{_INK}">{escaped(x_label)}</text></svg>'
+    )
+    return "".join(parts)
+
+
 def _drawn(one: Series, to_x, to_y, markers_every: int) -> list[str]:
     points = [
         (to_x(x), to_y(y), index)

@@ -104,8 +104,8 @@ class Comparison:
 
         Args:
             reports: the reports by name of the run.
-            metric: the quantity to compare by; by default the first that all rows have and that
-                sounds like the quality of a model.
+            metric: the quantity to compare by, where "auc" also finds "test_auc"; by default the
+                first that all rows have and that sounds like the quality of a model.
 
         Raises:
             ReportError: if a row does not have `metric`.
@@ -113,6 +113,8 @@ class Comparison:
         rows = tuple(row for run, report in reports.items() for row in outcomes(report, run))
         if metric is None:
             return cls(rows, next(iter(metrics(rows)), None))
+        if all(metric not in row.values and f"test_{metric}" in row.values for row in rows):
+            metric = f"test_{metric}"
         for row in rows:
             if metric not in row.values:
                 known = ", ".join(row.values) or "none"

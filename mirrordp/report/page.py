@@ -13,7 +13,7 @@ from mirrordp._rounding import percent_upwards, upwards
 from mirrordp._show import escaped
 from mirrordp._versions import VERSION
 from mirrordp.report import card
-from mirrordp.report.charts import Series, both_sizes, legend
+from mirrordp.report.charts import Series, bars, both_sizes, legend
 from mirrordp.report.comparison import (
     Comparison,
     Outcome,
@@ -22,6 +22,7 @@ from mirrordp.report.comparison import (
     outcomes,
     spans_decades,
 )
+from mirrordp.report.evaluation import coefficients, results_on_test_rows
 from mirrordp.report.figures import Curve
 from mirrordp.report.statement import RunReport
 
@@ -106,7 +107,8 @@ def report_page(report: RunReport, *, run: str) -> str:
             _promise(report),
             _spending(report),
             _course(report),
-            _outcomes(report, run),
+            _on_test_rows(report) or _outcomes(report, run),
+            _coefficients(report),
             _configuration(report),
         ],
         f"Made from report.json of {run}",
@@ -342,6 +344,84 @@ def _outcomes(report: RunReport, run: str) -> str:
     )
 
 
+def _on_test_rows(report: RunReport) -> str:
+    tested = results_on_test_rows(report.results)
+    if tested is None:
+        return ""
+    header = ["measure", *tested.models]
+    rows = [
+        [name.replace("_", " "), *(str(scores.get(name, "–")) for scores in tested.models.values())]
+        for name in tested.measures
+    ]
+    points = tested.points
+    line = Series(
+        "prediction = observation", tested.diagonal, tested.diagonal, markers=False, look=0
+    )
+    curve = Series(
+        "this model",
+        [point.predicted for point in points],
+        [point.observed for point in points],
+        [point.low for point in points],
+        [point.high for point in points],
+        band=not tested.is_calibration,
+        look=2,
+        solid=True,
+    )
+    across, up = tested.labels
+    drawn = both_sizes(
+        [line, curve],
+        describe=f"{up} against {across}, from {points[0].predicted:.3g}, {points[0].observed:.3g} "
+        f"to {points[-1].predicted:.3g}, {points[-1].observed:.3g}",
+        x_label=across,
+        y_label=up,
+    )
+    numbers = [
+        [f"{p.predicted:.4g}", f"{p.observed:.4g}", f"{p.low:.4g}", f"{p.high:.4g}"] for p in points
+    ]
+    columns = ["predicted", "observed", "low", "high"]
+    title = "Calibration" if tested.is_calibration else "Predicted and observed"
+    return _section(
+        f"On {tested.rows:,} test rows",
+        _data_table(header, rows, set(tested.models))
+        + f'<p class="quiet">Intervals: {escaped(tested.interval)}. These rows need no protection, '
+        "and the model did not see them.</p>"
+        + f"<h3>{title}</h3><figure>{legend([line, curve])}{drawn}"
+        + f"<figcaption>{escaped(tested.caption)}</figcaption></figure>"
+        + _details("As a table", _data_table(columns, numbers, set(columns))),
+    )
+
+
+def _coefficients(report: RunReport) -> str:
+    largest = coefficients(report.results)
+    if not largest:
+        return ""
+    lines = [(one.name, one.value, *one.ends) for one in largest]
+    first = largest[0]
+    describe = f"The {len(largest)} largest coefficients, from {first.name}: {first.value:.3g}"
+    wide, narrow = (
+        bars(lines, describe=describe, x_label="coefficient", width=width) for width in (760, 350)
+    )
+    rows = [
+        [
+            one.name,
+            f"{one.value:.4g}",
+            "–" if one.noise_stddev is None else f"{one.noise_stddev:.2g}",
+        ]
+        for one in largest
+    ]
+    header = ["feature", "coefficient", "noise"]
+    return _section(
+        "Largest coefficients",
+        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div><figcaption>'
+        "Bars are two standard deviations to either side, by the noise alone: how far another fit "
+        "of the same records would differ. They follow from the mechanism and public rows, and do "
+        "not include that the records are a sample. Numbers are in units of their public standard "
+        "deviation; a category is relative to the mean of its column, and a class to the mean of "
+        "all classes.</figcaption></figure>"
+        + _details("As a table", _data_table(header, rows, set(header[1:]))),
+    )
+
+
 def _best(rows: Sequence[Outcome], metric: str | None) -> int | None:
     """Returns the row with the best value, or None if there is nothing to compare."""
     if metric is None or len(rows) < 2:
@@ -355,6 +435,15 @@ def _configuration(report: RunReport) -> str:
     numbers = [[name, value] for name, value in card.numbers(report)]
     shown = {"methods", "measured", "choice_of_setting"}
     rest = {name: value for name, value in report.results.items() if name not in shown}
+    if results_on_test_rows(rest) is not None:
+        # The table of models shows the same numbers.
+        rest = {
+            name: value
+            for name, value in rest.items()
+            if name.partition("_")[0] not in ("test", "public", "baseline")
+        }
+    if coefficients(rest):
+        del rest["coefficients"]
     parts = [_pairs(numbers)]
     if pairs := list(_flat(rest)):
         parts.append("<h3>Stated by the person who ran this</h3>" + _pairs(pairs))

@@ -24,7 +24,8 @@ import scipy.stats
 from sklearn import linear_model, metrics
 from sklearn.exceptions import ConvergenceWarning
 
-from mirrordp.tables.columns import ClassTarget, Target
+from mirrordp.tables.columns import CategoryColumn, ClassTarget, Target
+from mirrordp.tables.encoding import TableEncoding
 
 MODEL, PUBLIC, GUESS = "this model", "public rows alone", "guess without features"
 CEILING = "same model without protection"
@@ -244,31 +245,52 @@ def _event(target: Target) -> str:
     return f"{target.name} = {target.classes[1]}" if len(target.classes) == 2 else "predicted class"
 
 
-def largest_coefficients(
-    features: tuple[str, ...],
+def largest_effects(
+    encoding: TableEncoding,
     outputs: tuple[str, ...],
     coefficients: np.ndarray,
-    stddev: np.ndarray | None,
+    noise_root: np.ndarray | None,
 ) -> list[dict[str, Any]]:
     """Returns the coefficients of largest size, with the standard deviations by noise.
 
+    A constant that is added to all categories of a column, or to all classes, changes no prediction
+    (an intercept makes up for it), and noise makes it large. A coefficient of a category is
+    therefore shown relative to the mean of its column, and one of several classes relative to the
+    mean of all classes.
+
     Args:
-        features: the names of the encoded features.
+        encoding: the encoding.
         outputs: the names of the outputs.
         coefficients: an array of shape (outputs, features).
-        stddev: an array of the same shape, or None.
+        noise_root: a square root of their covariance, shape (outputs, features, k), or None.
     """
-    order = np.argsort(-np.abs(coefficients), axis=None, kind="stable")[:_LARGEST_FIGURE]
+    values = _centered(encoding, coefficients)
+    stddev = None
+    if noise_root is not None:
+        stddev = np.linalg.norm(_centered(encoding, noise_root), axis=2)
+    order = np.argsort(-np.abs(values), axis=None, kind="stable")[:_LARGEST_FIGURE]
     found = []
-    for output, feature in zip(*np.unravel_index(order, coefficients.shape), strict=True):
+    for output, feature in zip(*np.unravel_index(order, values.shape), strict=True):
         found.append(
             {
-                "feature": features[feature],
+                "feature": encoding.features[feature],
                 "output": outputs[output],
-                "value": float(coefficients[output, feature]),
+                "value": float(values[output, feature]),
                 "noise_stddev": None if stddev is None else float(stddev[output, feature]),
             }
         )
+    return found
+
+
+def _centered(encoding: TableEncoding, array: np.ndarray) -> np.ndarray:
+    """Subtracts means over the classes and over the categories of each column."""
+    found = array - array.mean(axis=0) if len(array) > 1 else array.copy()
+    start = 0
+    for column in encoding.columns:
+        part = found[:, start : start + len(column.features)]
+        if isinstance(column, CategoryColumn):
+            part -= part.mean(axis=1, keepdims=True)
+        start += len(column.features)
     return found
 
 

@@ -457,8 +457,8 @@ def fit_files(
     scorer = _linear(estimator.coef_, estimator.intercept_)
     model = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
     results = {**estimator.privacy_.results, "task": task, "target": target}
-    results["coefficients"] = evaluation.largest_coefficients(
-        encoding.features, model.outputs, scorer.coefficients, estimator.noise_stddev_
+    results["coefficients"] = evaluation.largest_effects(
+        encoding, model.outputs, scorer.coefficients, estimator.noise_root_
     )
     shown, unprotected = estimator.privacy_.shown_without_protection, None
     if rows_to_judge_by is not None:

@@ -1,0 +1,239 @@
+"""A model on test rows, and its coefficients: results of a report in, tables and figures out.
+
+`mirrordp fit` writes `results["test"]` and `results["coefficients"]`. A report may hold anything
+under these names, so that what is not of the expected form is left to the page's list of results.
+"""
+
+import dataclasses
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mirrordp.report.charts import PALETTE
+from mirrordp.report.stored import ReportError
+
+COEFFICIENTS_CAPTION = "coefficient; bars are two standard deviations of the noise to either side"
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One measure of one model, with the ends of its interval where it has one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.4g}"
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What was observed where something was predicted, with an interval."""
+
+    predicted: float
+    observed: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TestResults:
+    """The results on test rows.
+
+    Attributes:
+        rows: their number.
+        interval: how the intervals were found, in words.
+        models: the scores by name of the model and of the measure.
+        is_calibration: whether the curve shows shares of events, not numbers.
+        event: what is predicted, in words.
+        points: the curve.
+    """
+
+    __test__ = False  # pytest would take the name for a test.
+
+    rows: int
+    interval: str
+    models: Mapping[str, Mapping[str, Score]]
+    is_calibration: bool
+    event: str
+    points: tuple[Point, ...]
+
+    @property
+    def measures(self) -> list[str]:
+        """The names of all measures."""
+        return list(dict.fromkeys(name for scores in self.models.values() for name in scores))
+
+    @property
+    def caption(self) -> str:
+        """What the curve shows."""
+        if self.is_calibration:
+            return (
+                "Test rows in groups of about equal size by predicted probability; bars are 95% "
+                "intervals of the observed share. A calibrated model is on the line."
+            )
+        return (
+            "Test rows in groups of about equal size by prediction: their mean, and the range that "
+            "holds the middle 80%. An unbiased model is on the line."
+        )
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The labels of the two axes."""
+        if self.is_calibration:
+            return f"predicted probability ({self.event})", "observed share"
+        return f"predicted {self.event}", f"observed {self.event}"
+
+    @property
+    def diagonal(self) -> list[float]:
+        """The ends of the line on which prediction and observation agree."""
+        if self.is_calibration:
+            return [0.0, 1.0]
+        predicted = [point.predicted for point in self.points]
+        return [min(predicted), max(predicted)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficient:
+    """One coefficient, and the standard deviation that noise alone gives it, if it is known."""
+
+    name: str
+    value: float
+    noise_stddev: float | None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Two standard deviations to either side."""
+        reach = 2 * (self.noise_stddev or 0.0)
+        return self.value - reach, self.value + reach
+
+
+def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
+    """Returns the results on test rows, or None if there are none of the expected form."""
+    try:
+        content = results["test"]
+        curve = content["curve"]
+        found = TestResults(
+            rows=int(content["rows"]),
+            interval=str(content["interval"]),
+            models={
+                str(model): {str(name): _score(score) for name, score in scores.items()}
+                for model, scores in content["models"].items()
+            },
+            is_calibration=curve["kind"] == "calibration",
+            event=str(curve["event"]),
+            points=tuple(
+                Point(*(_finite(point[field.name]) for field in dataclasses.fields(Point)))
+                for point in curve["points"]
+            ),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return found if found.measures and found.points else None
+
+
+def _score(content: Mapping[str, Any]) -> Score:
+    low, high = content["low"], content["high"]
+    if low is None or high is None:
+        return Score(_finite(content["value"]), None, None)
+    return Score(_finite(content["value"]), _finite(low), _finite(high))
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return float(value)
+
+
+def coefficients(results: Mapping[str, Any]) -> list[Coefficient]:
+    """Returns the largest coefficients, or none if there are none of the expected form."""
+    try:
+        content = results["coefficients"]
+        several = len({one["output"] for one in content}) > 1
+        return [
+            Coefficient(
+                f"{one['feature']}, {one['output']}" if several else str(one["feature"]),
+                _finite(one["value"]),
+                None if one["noise_stddev"] is None else _finite(one["noise_stddev"]),
+            )
+            for one in content
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
+    """Draws the results on test rows and the coefficients, as PNG images by the name of their file.
+
+    Raises:
+        ReportError: if there is nothing to draw.
+    """
+    found = {}
+    tested, largest = results_on_test_rows(results), coefficients(results)
+    if tested is not None:
+        name = "calibration.png" if tested.is_calibration else "residuals.png"
+        found[name] = _curve_figure(tested)
+    if largest:
+        found["coefficients.png"] = _coefficients_figure(largest)
+    if not found:
+        raise ReportError(
+            "expected results on test rows or coefficients to draw, as mirrordp fit writes them, "
+            "got none; leave --figures out."
+        )
+    return found
+
+
+def _curve_figure(tested: TestResults) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(tested.diagonal, tested.diagonal, color=PALETTE[0], ls="--", lw=1.2)
+    x = [point.predicted for point in tested.points]
+    y = [point.observed for point in tested.points]
+    if tested.is_calibration:
+        below = [point.observed - point.low for point in tested.points]
+        above = [point.high - point.observed for point in tested.points]
+        axes.errorbar(x, y, yerr=[below, above], color=PALETTE[2], marker="o", capsize=4)
+    else:
+        low, high = [p.low for p in tested.points], [p.high for p in tested.points]
+        axes.fill_between(x, low, high, color=PALETTE[2], alpha=0.2, lw=0)
+        axes.plot(x, y, color=PALETTE[2], marker="o")
+    across, up = (_plain(label) for label in tested.labels)
+    axes.set(xlabel=across, ylabel=up)
+    title = "Calibration" if tested.is_calibration else "Predicted and observed"
+    axes.set_title(f"{title} on {tested.rows} test rows", loc="left", fontweight="bold")
+    return _png(figure, axes)
+
+
+def _coefficients_figure(largest: list[Coefficient]) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(largest)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color=PALETTE[0], lw=1)
+    for place, one in enumerate(largest):
+        low, high = one.ends
+        axes.plot([low, high], [place, place], color=PALETTE[2], lw=2.2)
+        axes.plot(one.value, place, color=PALETTE[2], marker="o")
+    axes.set_yticks(range(len(largest)), [_plain(one.name) for one in largest], fontsize=9)
+    axes.set(ylim=(len(largest) - 0.4, -0.6), xlabel=COEFFICIENTS_CAPTION)
+    axes.set_title("Largest coefficients", loc="left", fontweight="bold")
+    return _png(figure, axes)
+
+
+def _plain(text: str) -> str:
+    """Returns text that matplotlib does not take for mathematics, on one line."""
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return (shown if len(shown) <= 60 else f"{shown[:59]}…").replace("$", r"\$")
+
+
+def _png(figure: Any, axes: Any) -> bytes:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
