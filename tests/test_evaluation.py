@@ -130,6 +130,20 @@ def test_standard_errors_are_those_of_repeated_samples(name, monkeypatch):
     assert not agrees(ratio * 3 / 2)
 
 
+def test_many_rows_are_sampled_for_the_standard_error(monkeypatch):
+    rng = np.random.default_rng(0)
+    truth, predicted = rng.normal(size=16_000), np.zeros(16_000)
+    whole = evaluation.measure(NUMBER, truth, predicted)["mae"]
+    monkeypatch.setattr(evaluation, "_MAX_ROWS", 1000)
+    part = evaluation.measure(NUMBER, truth, predicted)["mae"]
+    assert part.value == whole.value
+    # The deviation of |normal|, over the root of all rows, not of the sample.
+    exact = np.sqrt(1 - 2 / np.pi) / np.sqrt(16_000)
+    for found in (whole, part):
+        assert abs(np.log(found.standard_error / exact)) < 0.5
+        assert abs(np.log(4 * found.standard_error / exact)) > 0.5
+
+
 def test_intervals_stay_within_bounds():
     truth = np.array([0, 1] * 20)
     truth[0] = 1
