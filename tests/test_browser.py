@@ -12,8 +12,10 @@ import pytest
 
 from mirrordp.report.comparison import Comparison
 from mirrordp.report.page import comparison_page, report_page
-from tests.test_page import hostile_report, make_report
+from tests.test_page import HOSTILE, hostile_report, make_report
+from tests.test_report_evaluation import make_report as evaluated_report
 
+PAGES = ["report", "compare", "tested", "hostile", "hostile compare", "hostile tested"]
 WINDOWS = {"phone": (390, 844), "desktop": (1440, 900)}
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -77,7 +79,9 @@ def pages(tmp_path_factory):
     texts = {
         "report": report_page(make_report(seed=1), run="run"),
         "compare": comparison_page(Comparison.of(runs)),
+        "tested": report_page(evaluated_report(), run="run"),
         "hostile": report_page(hostile, run="run"),
+        "hostile tested": report_page(evaluated_report(name=HOSTILE), run="run"),
         "hostile compare": comparison_page(Comparison.of({"a": hostile, "b" * 200: hostile})),
     }
     for name, text in texts.items():
@@ -93,7 +97,7 @@ return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll,
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", ["report", "compare", "hostile", "hostile compare"])
+@pytest.mark.parametrize("name", PAGES)
 def test_page_fits_and_is_silent(browser, pages, name, window):
     assert show(browser, pages[name], window) == []
     # Nothing sticks out to the right: no scrolling sideways, not even cut off.
