@@ -215,11 +215,11 @@ def test_onnx_without_the_helper():
     """Plain arrays do: text as it stands, NaN for a missing number."""
     model = make_model("count")
     rows = {
-        "x": np.array([1.0, np.nan]),
-        "half": np.array([np.inf, -1000.0]),
-        "colour": np.array(["red", "NA"], object),
-        "code": np.array(["2.0", "0.3"], object),
-        "letter": np.array(["", "007"], object),
+        "x": np.array([1.0, np.nan, 2.0]),
+        "half": np.array([np.inf, -1000.0, -999.5]),
+        "colour": np.array(["red", "NA", "pink"], object),
+        "code": np.array(["2.0", "0.3", "0.0"], object),
+        "letter": np.array(["", "007", "7"], object),
     }
     session = onnxruntime.InferenceSession(export.onnx_bytes(model))
     (found,) = session.run(None, rows)
@@ -252,6 +252,12 @@ def test_a_wrong_export_is_noticed():
     )
     with pytest.raises(AssertionError):
         agrees(model, run_onnx(wrong, table), expected_of(model, table), 1e-6)
+
+
+def test_what_onnx_cannot_express_is_said(monkeypatch):
+    monkeypatch.delitem(export._COLUMNS, CategoryColumn)
+    with pytest.raises(TableError, match="got CategoryColumn; export to numpy"):
+        export.onnx_bytes(make_model("regression"))
 
 
 def test_every_kind_of_model_can_be_exported():

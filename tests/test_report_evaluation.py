@@ -139,9 +139,9 @@ def test_changed_numbers_are_noticed(number):
 
 def test_several_outputs_are_named():
     assert [one.name for one in coefficients(results(several=True))] == [
-        "y 0, o0",
-        "y 1, o1",
-        "y 2, o2",
+        "y 0, class o0",
+        "y 1, class o1",
+        "y 2, class o2",
     ]
     first, second, _ = coefficients(results())
     assert first.name == "y 0"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from mirrordp import cli
-from mirrordp.tables import TableError, serving
+from mirrordp.tables import CategoryColumn, TableError, serving
 from tests import soak_serve
 from tests.soak_serve import GOOD
 from tests.test_export import make_model
@@ -90,6 +90,19 @@ def test_a_bad_cell_is_named(client, column, value, words):
     (problem,) = response.json()["problems"]
     assert (problem["row"], problem["column"]) == (1, column)
     assert words in problem["problem"]
+
+
+def test_numbers_may_be_categories(client):
+    """Also zero, which is a number like any other."""
+    for code in (0, 0.0, "0", -1):
+        found = client.post("/predict", json=GOOD | {"code": code}).json()
+        expected = make_model("regression").predict(
+            {k: [v] for k, v in (GOOD | {"code": code}).items()}
+        )
+        assert found["prediction"] == expected["prediction"][0]
+        assert found["unfamiliar"] == {}
+    column = CategoryColumn("code", ("0", "a"), "a", False)
+    assert serving._cell(column, {"code": 0}) == "0"
 
 
 def test_a_missing_column_is_named(client):

@@ -158,9 +158,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.data_changed and arguments.budget is None:
         raise UsageError("expected --budget with --data-changed, got none; leave it out.")
 
-    if arguments.ceiling and arguments.test is None:
-        raise UsageError("expected --test with --ceiling, got none; add test rows.")
-
     from mirrordp.data import UNPROTECTED
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.files import HAS_LOCKS

@@ -155,7 +155,7 @@ def coefficients(results: Mapping[str, Any]) -> list[Coefficient]:
         several = len({one["output"] for one in content}) > 1
         return [
             Coefficient(
-                f"{one['feature']}, {one['output']}" if several else str(one["feature"]),
+                f"{one['feature']}, class {one['output']}" if several else str(one["feature"]),
                 _finite(one["value"]),
                 None if one["noise_stddev"] is None else _finite(one["noise_stddev"]),
             )

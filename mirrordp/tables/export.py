@@ -10,7 +10,7 @@ import importlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from mirrordp.tables.columns import (
     distinct_texts,
     label_of,
     labels_are_numbers,
-    number,
     numbers,
 )
 from mirrordp.tables.files import TableError
@@ -162,7 +161,7 @@ def onnx_bytes(model: TableModel) -> bytes:
     are "prediction" of shape (rows,) and, for classes, "probabilities" of shape (rows, classes).
 
     Raises:
-        TableError: if the package onnx is missing.
+        TableError: if the package onnx is missing, or there is no rule for a part of the model.
     """
     columns, target = model.encoding.columns, model.encoding.target
     taken = {column.name for column in columns}
@@ -172,7 +171,7 @@ def onnx_bytes(model: TableModel) -> bytes:
     for column in columns:
         kind = types.DOUBLE if isinstance(column, NumberColumn) else types.STRING
         inputs.append(helper.make_tensor_value_info(column.name, kind, ["rows"]))
-        features += _COLUMNS[type(column)](graph, column)
+        features += _rule(_COLUMNS, column)(graph, column)
     scores = _SCORES[type(model.scorer)](
         graph, model.scorer, graph.add("Concat", *features, axis=1)
     )
@@ -264,7 +263,7 @@ def _category(graph: _Graph, column: CategoryColumn) -> list[str]:
     if column.marks_missing:
         missing = len(which)
     # Further spellings, for callers who do not use `onnx_inputs`: 1.0 for 1.
-    spellings = {repr(float(text)): k for text, k in which.items() if are_numbers and number(text)}
+    spellings = {repr(float(text)): k for text, k in which.items()} if are_numbers else {}
     codes = dict.fromkeys(sorted(MISSING), missing) | spellings | which
     width = len(column.features)
     code = graph.add(
@@ -289,6 +288,16 @@ _COLUMNS: dict[type, Callable[[_Graph, Any], list[str]]] = {
     CategoryColumn: _category,
 }
 _SCORES: dict[type, Callable[[_Graph, Any, str], str]] = {LinearScorer: _linear}
+
+
+def _rule(rules: Mapping[type, Any], part: Any) -> Any:
+    """Returns the function that expresses a part of the model."""
+    if type(part) not in rules:
+        raise TableError(
+            f"expected a model that ONNX can express, got {type(part).__name__}; export to "
+            "numpy instead."
+        )
+    return rules[type(part)]
 
 
 def _onnx() -> Any:

@@ -390,6 +390,8 @@ def fit_files(
         TableError: if the files do not fit the task or each other.
     """
     private, public = Path(private), Path(public)
+    if ceiling and test is None:
+        raise TableError("expected --test with --ceiling, got none; add test rows.")
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "

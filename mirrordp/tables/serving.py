@@ -229,7 +229,9 @@ def _cell(column: Column, row: dict[str, Any]) -> Any:
         return value or ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    text_only = isinstance(column, CategoryColumn) and not any(map(number, column.categories))
+    text_only = isinstance(column, CategoryColumn) and all(
+        number(category) is None for category in column.categories
+    )
     if not is_number or text_only:
         raise ValueError(f"expected text or null, got {_kind(value)}")
     try:
