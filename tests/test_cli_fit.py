@@ -88,6 +88,27 @@ def fitted(tmp_path_factory):
     return files["out"]
 
 
+def test_numbers_with_commas(capsys, tmp_path):
+    """The model remembers how numbers are written, so that predict needs no option."""
+    files = two_tables(tmp_path) | {"input": make_table(tmp_path / "input.csv", 20, 2)}
+    assert cli.main(fit_options(files, seed=1)) == 0
+    predictions = []
+    for model in ("model", "commas"):
+        if model == "commas":
+            for path in (files["private"], files["public"], files["input"]):
+                path.write_text(path.read_text().replace(",", ";").replace(".", ","))
+            files["out"] = tmp_path / model
+            assert cli.main(fit_options(files, seed=1, decimal=",")) == 0
+        output = tmp_path / f"{model}.csv"
+        command = ["predict", "--model", tmp_path / model, "--input", files["input"]]
+        assert cli.main([*map(str, command), "--output", str(output)]) == 0
+        predictions.append(read_table(output).columns["prediction"])
+    assert predictions[0] == predictions[1]
+    files["out"] = tmp_path / "third"
+    assert cli.main(fit_options(files, decimal=";")) == 2
+    assert "decimal separator among" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["regression", "classification", "count"])
 def test_fit_and_predict(capsys, tmp_path, task):
     files = {

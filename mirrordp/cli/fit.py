@@ -88,6 +88,15 @@ def add(commands: Any) -> None:
     ):
         parser.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     parser.add_argument(
+        "--decimal", default=".", metavar="C", help="what numbers have for a decimal point, . or ,"
+    )
+    parser.add_argument(
+        "--thousands",
+        default="",
+        metavar="C",
+        help="what separates groups of three digits in numbers (default: nothing)",
+    )
+    parser.add_argument(
         "--test",
         type=Path,
         metavar="FILE",
@@ -185,6 +194,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
+                decimal=arguments.decimal,
+                thousands=arguments.thousands,
                 test=arguments.test,
                 spend=budget,
                 data_changed=arguments.data_changed,

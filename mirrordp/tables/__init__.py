@@ -18,23 +18,39 @@ The encoding of a private row thus depends on that row and on public data alone.
 private cells are for the operator and carry the mark `UNPROTECTED`.
 """
 
-from mirrordp.tables.columns import CategoryColumn, ClassTarget, NumberColumn, NumberTarget
-from mirrordp.tables.encoding import EncodedTable, TableEncoding
+from mirrordp.tables.columns import (
+    CategoryColumn,
+    ClassTarget,
+    DateColumn,
+    NumberColumn,
+    NumberTarget,
+)
+from mirrordp.tables.encoding import EncodedTable, FeatureEncoding, TableEncoding
 from mirrordp.tables.files import Table, TableError, read_batches, read_table, write_table
-from mirrordp.tables.learning import TASKS, LearnedEncoding, learn_encoding
+from mirrordp.tables.learning import (
+    TASKS,
+    LearnedEncoding,
+    LearnedFeatures,
+    learn_encoding,
+    learn_features,
+)
 
 __all__ = [
     "TASKS",
     "CategoryColumn",
     "ClassTarget",
+    "DateColumn",
     "EncodedTable",
+    "FeatureEncoding",
     "LearnedEncoding",
+    "LearnedFeatures",
     "NumberColumn",
     "NumberTarget",
     "Table",
     "TableEncoding",
     "TableError",
     "learn_encoding",
+    "learn_features",
     "read_batches",
     "read_table",
     "write_table",

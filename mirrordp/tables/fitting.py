@@ -280,6 +280,8 @@ def fit_files(
     seed: int | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    decimal: str = ".",
+    thousands: str = "",
     test: str | os.PathLike[str] | None = None,
     spend: Ledger | Budget | None = None,
     data_changed: bool = False,
@@ -305,6 +307,8 @@ def fit_files(
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
+        decimal: what stands before the fraction of a number in all files, "." or ",".
+        thousands: what stands between groups of three digits; nothing by default.
         test: a CSV or Parquet file of further rows that need no protection. The report states how
             well the model does on them.
         spend: the budget or ledger that the fit is charged to, under its adjacency. A budget that
@@ -336,7 +340,13 @@ def fit_files(
     with stage(f"reading {public}"):
         table = read_table(public)
         learned = learn_encoding(
-            table, target=target, task=task, categorical=categorical, ignore=ignore
+            table,
+            target=target,
+            task=task,
+            categorical=categorical,
+            ignore=ignore,
+            decimal=decimal,
+            thousands=thousands,
         )
         encoding = learned.encoding
         known = encoding.encode([table], private=False)
@@ -348,7 +358,7 @@ def fit_files(
         )
     rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
     with stage(f"reading {private}"):
-        batches = _mention_unused(read_batches(private, private=True), table)
+        batches = _mention_unused(read_batches(private, private=True), table, ignore)
         secret = encoding.encode(batches, private=True)
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
@@ -400,11 +410,24 @@ def fit_files(
     return FittedTable(model, report, learned.left_out, secret.unfamiliar)
 
 
-def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
-    """Warns of columns that are not used, once the first batch was found to fit."""
+def _mention_unused(
+    batches: Iterable[Table], public: Table, ignore: Sequence[str]
+) -> Iterator[Table]:
+    """Warns of columns that are not used, once the first batch was found to fit.
+
+    A name to ignore that neither table has is refused: the column that was meant would be used.
+    """
     for number, batch in enumerate(batches):
+        present = {*public.columns, *public.unreadable, *batch.columns, *batch.unreadable}
+        for name in ignore:
+            if name not in present:
+                raise TableError(
+                    f"expected column {name!r} to ignore in the public or the private table, got "
+                    "it in neither; check the name."
+                )
         yield batch
-        unused = [name for name in batch.columns if name not in public.columns]
+        known = {*public.columns, *public.unreadable, *ignore}
+        unused = [name for name in (*batch.columns, *batch.unreadable) if name not in known]
         if number == 0 and unused:
             warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
