@@ -474,7 +474,7 @@ def test_parquet_columns_without_a_meaning_are_left_out(tmp_path):
     ignored = learn_encoding(public, target="y", task="regression", ignore=["a", "z"])
     assert ignored.left_out["a"] == "ignored on request"
     assert ignored.left_out["z"] == "ignored on request; not in the public table"
-    with pytest.raises(TableError, match="in column 'a' .* got list"):
+    with pytest.raises(TableError, match=r"in column 'a' .* got list"):
         learn_encoding(public, target="a", task="regression")
 
 
@@ -629,7 +629,9 @@ DATES = ("2024-01-15", "2024-03-02", "2024-05-20", "2024-12-31")
 
 def dated(dates, times=None):
     times = times or [""] * len(dates)
-    rows = "".join(f"{date}{time},{i}\n" for i, (date, time) in enumerate(zip(dates, times)))
+    rows = "".join(
+        f"{date}{time},{i}\n" for i, (date, time) in enumerate(zip(dates, times, strict=True))
+    )
     return "when,y\n" + rows
 
 

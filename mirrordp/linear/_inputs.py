@@ -7,7 +7,7 @@ sum would move by more than its sensitivity. Messages about private rows carry t
 
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -23,6 +23,75 @@ from mirrordp.data import (
     excluded_rows,
     refuse_private_rows,
 )
+from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.files import listed
+from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
+from mirrordp.tables.learning import learn_features
+from mirrordp.tables.transformer import encode_and_count, mention
+
+_SAFE_WAY = (
+    "Pass public rows of the same columns as X_public, or encode all rows by "
+    "mirrordp.tables.PublicEncoder().fit(public rows)"
+)
+
+
+class EncodedFrames(NamedTuple):
+    """Frames as arrays.
+
+    Attributes:
+        X: the private features.
+        X_public: the public features.
+        encoding: how both were made, learned from public rows.
+        unprotected_cells: by column, how many private cells public rows do not cover.
+    """
+
+    X: np.ndarray
+    X_public: np.ndarray
+    encoding: FeatureEncoding
+    unprotected_cells: dict[str, str]
+
+
+def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
+    """Encodes frames that hold more than numbers; returns None if public rows hold numbers alone.
+
+    Public rows alone decide whether there is an encoding. If one private row could decide it, it
+    would decide how all others are read.
+    """
+    what = None if X_public is None else needs_encoding(X_public)
+    if what is None:
+        return None
+    if not is_frame(X):
+        raise ValueError(
+            f"X_public must hold numbers as X does, got {what}. Pass X as a data frame with the "
+            "same columns."
+        )
+    found = table_of(X_public, "X_public", private=False)
+    learned = learn_features(found.table, categorical=found.categorical)
+    encoding = learned.encoding
+    if not encoding.columns:
+        raise ValueError("X_public must have a column that varies, got none. Add public rows.")
+    public = encoding.encode_features(found.table)
+    private, unfamiliar = encode_and_count(encoding, X, "X", private=True)
+    known = {*found.table.columns, *found.table.unreadable}
+    unused = [name for name in names_of(X) if name not in known]
+    if unused:
+        warn(
+            f"{UNPROTECTED} columns {listed(unused)} of X are not in X_public and cannot be used. "
+            "Add the columns to use to X_public.",
+            UnprotectedWarning,
+        )
+    mention(unfamiliar, private=True)
+    return EncodedFrames(private, public, encoding, unfamiliar)
+
+
+def encoded_rows(encoding: FeatureEncoding, X: Any) -> np.ndarray:
+    """Encodes rows to predict for, and warns of cells that public rows do not cover."""
+    if not is_frame(X):
+        names = [column.name for column in encoding.columns]
+        raise ValueError(f"X must be a data frame with the columns {listed(names)}, as in fit.")
+    features, unfamiliar = encode_and_count(encoding, X, "X", private=False)
+    mention(unfamiliar, private=False)
+    return features
 
 
 def validated(
@@ -73,10 +142,7 @@ def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark:
             ) from None
         if "could not convert" not in str(error):
             raise
-        raise ValueError(
-            f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
-            f"public data.{remark}"
-        ) from None
+        raise ValueError(f"X{suffix} must hold numbers, got text. {_SAFE_WAY}.{remark}") from None
 
 
 def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
@@ -84,15 +150,16 @@ def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
 
     Datetimes are all counted in the finest unit among them, and a float32 has other digits as text.
     """
-    dtypes = getattr(array, "dtypes", None)  # of a data frame
-    found = [getattr(array, "dtype", None)] if dtypes is None else list(dtypes)
-    kinds = {getattr(dtype, "kind", "") for dtype in found}
-    if not kinds & set("mMUS"):
+    if is_frame(array):
+        what = foreign_type(array)
+    else:
+        kind = getattr(getattr(array, "dtype", None), "kind", "")
+        what = {"m": "dates or durations", "M": "dates or durations", "U": "text", "S": "text"}.get(
+            kind
+        )
+    if what is None:
         return
-    what, advice = "text", "Encode it first, by rules that come from public data"
-    if kinds & set("mM"):
-        what, advice = "dates or durations", "Count them in a unit of your choice"
-    raise ValueError(f"{name} must hold numbers, got {what}. {advice}.{remark}")
+    raise ValueError(f"{name} must hold numbers, got {what}. {_SAFE_WAY}.{remark}")
 
 
 def _each_by_itself(y: Any) -> Any:
@@ -116,7 +183,8 @@ def refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     where = "" if array.ndim == 1 else f" in columns {columns[:5].tolist()}"
     raise ValueError(
         f"{name} must be finite, got {int(bad.sum())} values that are NaN or infinity{where}. Drop "
-        f"or impute them row by row, by rules that come from public data.{remark}"
+        "or impute them row by row, by rules that come from public data, as "
+        f"mirrordp.tables.PublicEncoder does.{remark}"
     )
 
 

@@ -29,7 +29,7 @@ from mirrordp import _validate
 from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.linear import _inputs, descent
+from mirrordp.linear import _inputs, _pipelines, descent
 from mirrordp.linear._planning import Plan, plan_cold, plan_warm
 from mirrordp.linear.descent import Rows
 from mirrordp.linear.tuning import DescentSettings
@@ -150,11 +150,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         rows that are mostly private rows are refused.
 
         Args:
-            X: private features, shape (n, d). Each row is one unit of protection.
+            X: private features, shape (n, d), or a data frame (pandas, polars and others). Each
+                row is one unit of protection.
             y: n private targets.
-            X_public: public features, shape (n_pub, d); everything about them may be learned. The
-                steps of a `Pipeline` do not transform them. Fit those steps on public rows, and
-                give the estimator both tables transformed.
+            X_public: public features, shape (n_pub, d), or a data frame with the columns of X;
+                everything about them may be learned. If the frame holds more than numbers
+                (categories, dates, missing values), both frames are encoded by rules that are
+                learned from it, as `mirrordp fit` does, and `encoding_` keeps them for `predict`.
+                The steps of a `Pipeline` do not transform X_public. Fit those steps on public
+                rows, freeze them, and give the estimator both tables transformed.
             y_public: public targets.
             counts: a mask of the private rows that take part, decided row by row. The others (such
                 as rows without a target) stay in n and contribute exactly zero. By default all
@@ -170,20 +174,32 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             The fitted estimator.
         """
         self._check_parameters()
+        _pipelines.refuse_private_steps(self)
         if (X_public is None) != (y_public is None):
             raise ValueError(
                 "X_public and y_public go together, got one of them. Pass both or neither."
             )
+        frames = _inputs.encoded_frames(X, X_public)
+        self.encoding_ = None if frames is None else frames.encoding
+        self.unprotected_cells_ = {} if frames is None else frames.unprotected_cells
+        columns = X_public
+        if frames is not None:
+            X, X_public = frames.X, frames.X_public
         X, y = _inputs.validated(self, X, y, public=False)
         delta = self._delta(len(X))
         if counts is not None:
             counts = _inputs.as_mask(counts, len(X))
         if X_public is not None:
             X_public, y_public = _inputs.validated(self, X_public, y_public, public=True)
+            if frames is None:
+                _pipelines.refuse_private_moments(X)
             targets = y if counts is None else y[counts]
             _inputs.mention_other_units(
                 X, targets if isinstance(self, RegressorMixin) else None, X_public, y_public
             )
+        if frames is not None:
+            # The columns of the frame, rather than the features that they became.
+            validate_data(self, columns, skip_check_array=True)
         problem = self._encode(y, y_public)
         if counts is not None:
             problem = problem.without(~counts)
@@ -417,8 +433,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         source = "public rows" if is_warm else "constants"
         return f"nothing to charge: all settings follow from {source} and the budget"
 
+    def __getstate__(self):
+        # Counts of private cells are for the operator and never part of a stored model.
+        return super().__getstate__() | {"unprotected_cells_": {}}
+
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
+        if self.encoding_ is not None:
+            X = _inputs.encoded_rows(self.encoding_, X)
+            return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
         X = validate_data(self, X, reset=False, dtype=np.float64)
         return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
 
@@ -455,6 +478,9 @@ _SHARED_PARAMETERS = """
         coef_: coefficients.
         intercept_: the intercept.
 {fitted}        n_features_in_: d.
+        encoding_: how the columns of a data frame become features, or None if they are numbers.
+        unprotected_cells_: by column, how many cells of private frames were clamped, unknown or
+            left out. Not covered by the guarantee and not stored with the model: for the operator.
         n_iter_: the number of steps that read private rows, which is 0 if the public model was
             the better choice.
         privacy_: the `RunReport`, which states the guarantee.

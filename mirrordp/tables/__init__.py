@@ -1,12 +1,16 @@
-"""Tables of numbers and categories: CSV or Parquet in, arrays for the estimators out.
+"""Tables of numbers, categories and dates: files or frames in, arrays for the estimators out.
 
-`learn_encoding` learns everything that decides the encoding from the public table: the type of a
-column, its categories, its mean, scale and range, the replacement of a missing value, and the
-classes of the target. `TableEncoding` then treats each row by itself:
+`learn_encoding` (or `PublicEncoder`, for data frames) learns everything that decides the encoding
+from the public table: the type of a column, its categories, its mean, scale and range, the format
+of its dates, the replacement of a missing value, and the classes of the target. `TableEncoding`
+then treats each row by itself:
 
     cell                                     becomes
     a number                                 (x clamped to the public range − public mean) / scale
     a missing or unreadable number           the public mean, i.e. zero
+    a date                                   elapsed days like a number; time of the year and of
+                                             the day as sine and cosine; 1 in its weekday's feature
+    a missing or unreadable date             zero in all of these
     a category                               1 in its own feature
     a category unknown to the public table   0 in all features of the column
     a missing category                       the column's most common public category
@@ -17,6 +21,8 @@ classes of the target. `TableEncoding` then treats each row by itself:
 The encoding of a private row thus depends on that row and on public data alone. Messages about
 private cells are for the operator and carry the mark `UNPROTECTED`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from mirrordp.tables.columns import (
     CategoryColumn,
@@ -35,6 +41,9 @@ from mirrordp.tables.learning import (
     learn_features,
 )
 
+if TYPE_CHECKING:
+    from mirrordp.tables.transformer import PublicEncoder
+
 __all__ = [
     "TASKS",
     "CategoryColumn",
@@ -46,6 +55,7 @@ __all__ = [
     "LearnedFeatures",
     "NumberColumn",
     "NumberTarget",
+    "PublicEncoder",
     "Table",
     "TableEncoding",
     "TableError",
@@ -55,3 +65,12 @@ __all__ = [
     "read_table",
     "write_table",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # `mirrordp fit` reads files before it needs scikit-learn, which takes a while to import.
+    if name == "PublicEncoder":
+        from mirrordp.tables.transformer import PublicEncoder
+
+        return PublicEncoder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

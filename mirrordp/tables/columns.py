@@ -136,7 +136,7 @@ def moment(cell: str, date_format: str) -> datetime.datetime | None:
         else:
             found = datetime.datetime.strptime(cell.strip(), date_format)
         if found.tzinfo is not None:
-            found = found.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+            found = found.astimezone(datetime.UTC).replace(tzinfo=None)
     except (ValueError, OverflowError):
         return None
     return found
