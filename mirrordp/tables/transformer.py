@@ -80,6 +80,8 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
         feature_names_in_: their names, if the rows were a frame.
     """
 
+    n_features_in_: int
+
     def __init__(self, *, categorical=(), ignore=(), decimal=".", thousands=""):
         self.categorical = categorical
         self.ignore = ignore
