@@ -33,6 +33,7 @@ def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
         "regression": lambda: [f"{value:.4f}" for value in score],
         "classification": lambda: np.array(["no", "yes"])[(score > 1).astype(int)],
         "count": lambda: rng.poisson(np.exp(0.3 * score)),
+        "ordinal": lambda: np.digitize(score, [0, 2, 4]),
     }[task]()
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -109,7 +110,7 @@ def test_numbers_with_commas(capsys, tmp_path):
     assert "decimal separator among" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+@pytest.mark.parametrize("task", ["regression", "classification", "count", "ordinal"])
 def test_fit_and_predict(capsys, tmp_path, task):
     files = {
         "private": make_table(tmp_path / "private.csv", 2000, 0, task=task),

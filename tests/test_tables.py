@@ -10,6 +10,7 @@ from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivateOrdinalRegression,
     PrivatePoissonRegressor,
 )
 from mirrordp.tables import (
@@ -284,6 +285,7 @@ def test_counts_are_whole_and_not_negative(tmp_path):
             {"task": "classification"},
             "use --task regression",
         ),
+        ("x,y\n1,a\n2,b\n", {"task": "ordinal"}, "number the classes from lowest to highest"),
         ("x,y\n1,\n2,?\n", {}, "got none in any row"),
         ("x,y\n1,1\n1,2\n", {}, "that varies"),
         ("y\n1\n2\n", {}, "besides the target"),
@@ -584,7 +586,7 @@ def test_codes_that_are_names_stay_names(tmp_path, codes):
 
 
 @pytest.mark.parametrize("factor", [1.0, 30.0, 300.0, 1e6])
-@pytest.mark.parametrize("task", ["regression", "count", "binary", "multinomial"])
+@pytest.mark.parametrize("task", ["regression", "count", "binary", "multinomial", "ordinal"])
 def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, factor):
     """Extreme scores included: both must guard the same functions in the same way."""
     kind, labels = {
@@ -592,16 +594,16 @@ def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, fac
         "count": (PrivatePoissonRegressor, "1234"),
         "binary": (PrivateLogisticRegression, "abab"),
         "multinomial": (PrivateLogisticRegression, "abca"),
+        "ordinal": (PrivateOrdinalRegression, "12341"),
     }[task]
     rows = table(tmp_path, "x,y\n" + "".join(f"{k},{label}\n" for k, label in enumerate(labels)))
-    is_class = kind is PrivateLogisticRegression
-    encoding = learn_encoding(
-        rows, target="y", task="classification" if is_class else task
-    ).encoding
-    outputs = 3 if task == "multinomial" else 1
+    is_class = kind in (PrivateLogisticRegression, PrivateOrdinalRegression)
+    name = "classification" if kind is PrivateLogisticRegression else task
+    encoding = learn_encoding(rows, target="y", task=name).encoding
+    outputs = 3 if task in ("multinomial", "ordinal") else 1
     coefficients = factor * np.array([[1.0], [-2.0], [0.5]][:outputs])
     model = TableModel(
-        task="classification" if is_class else task,
+        task=name,
         encoding=encoding,
         coefficients=coefficients,
         intercepts=np.zeros(outputs),

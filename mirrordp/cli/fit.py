@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mirrordp.spending.budget import Budget
     from mirrordp.tables.fitting import FittedTable
 
-TASKS = ("regression", "classification", "count")
+TASKS = ("regression", "classification", "count", "ordinal")
 RUN_SUFFIX = ".run"
 _METHODS = ("auto", "exact", "dpsgd")
 _TABLE = "CSV or Parquet"
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
         type=one_of(*TASKS),
         required=True,
         metavar=f"{{{','.join(TASKS)}}}",
-        help="whether the target is a number, a class or a count",
+        help="whether the target is a number, a class, a count or an ordered class such as a grade",
     )
     parser.add_argument(
         "--epsilon", type=positive, required=True, metavar="E", help="epsilon of this run"

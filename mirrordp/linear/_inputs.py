@@ -274,9 +274,9 @@ def mention_other_units(
     differ, the fit still succeeds, with a poor model. Targets are compared if `y` is given.
     """
     found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
-    comparable = y is not None and len(y) > 0 and y.shape[1:] == y_public.shape[1:]
-    if comparable and set(y.dtype.kind + y_public.dtype.kind) <= set("fiu"):
-        found += ["y"] if np.any(_mostly_beyond(y, y_public)) else []
+    if y is not None and len(y) and y.shape[1:] == y_public.shape[1:]:
+        are_numbers = set(y.dtype.kind + y_public.dtype.kind) <= set("fiu")
+        found += ["y"] if are_numbers and np.any(_mostly_beyond(y, y_public)) else []
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warn(
@@ -287,7 +287,7 @@ def mention_other_units(
         )
 
 
-def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
+def _mostly_beyond(private: Any, public: np.ndarray) -> np.ndarray:
     """Returns in which columns more than half of the private values are beyond the public range.
 
     Columns that are constant on public rows do not matter, because the model leaves them out.

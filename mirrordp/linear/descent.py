@@ -20,13 +20,12 @@ leaves nothing for a compiler to gain.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 
 from mirrordp import _validate
 from mirrordp.mirror.families import Family
@@ -56,14 +55,12 @@ class Rows:
             clipped. None stands for ones.
     """
 
-    features: "np.ndarray | SparseFeatures"
+    features: np.ndarray
     targets: np.ndarray
     counts: np.ndarray | None = None
     weights: np.ndarray | None = None
 
     def __post_init__(self):
-        if isinstance(self.features, SparseFeatures):
-            return  # Its blocks are checked one by one.
         finite = np.asarray(np.isfinite(self.features).all(axis=1))
         if not finite.all():
             counts = finite if self.counts is None else self.counts & finite
@@ -93,27 +90,35 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SparseFeatures:
-    """Scaled rows of a sparse matrix, of which only a block is dense at a time.
+class SparseRows:
+    """The rows of a sparse matrix, which are dense and scaled only one block at a time.
 
     Attributes:
         matrix: X as a CSR array, shape (n, d).
         scale: what is done to each row, from (b, d) to (b, d').
+        targets: see `Rows`, as are the others.
     """
 
-    matrix: scipy.sparse.csr_array
+    matrix: Any
     scale: Callable[[np.ndarray], np.ndarray]
+    targets: np.ndarray
+    counts: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return self.matrix.shape[0]
+        return len(self.targets)
 
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        return self.scale(self.matrix[rows].toarray())
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows of a block, which takes at most 64 MiB."""
-        return int(np.clip(2**23 // max(self.matrix.shape[1], 1), 1, _BLOCK))
+    def blocks(self) -> Iterator[Rows]:
+        """Yields the rows in blocks of at most 64 MiB."""
+        size = int(np.clip(2**23 // max(self.matrix.shape[1], 1), 1, _BLOCK))
+        for start in range(0, len(self), size):
+            block = slice(start, start + size)
+            yield Rows(
+                self.scale(self.matrix[block].toarray()),
+                self.targets[block],
+                None if self.counts is None else self.counts[block],
+                None if self.weights is None else self.weights[block],
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +140,15 @@ class ClippedSum:
     family: Family
     l2_clip_norm: float | np.ndarray
 
-    def __call__(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
+    def __call__(self, theta: np.ndarray, rows: Rows | SparseRows) -> np.ndarray:
         """Returns the sum at Θ of shape (d, m), or at k of them side by side, (d, m, k)."""
-        if isinstance(self.l2_clip_norm, np.ndarray):
+        if isinstance(rows, SparseRows):
+            total = np.zeros(theta.shape, np.int64)
+            for block in rows.blocks():
+                total += self._grains(theta, block)
+        elif isinstance(self.l2_clip_norm, np.ndarray):
             clipped = self._clipped_residuals(theta, rows)
             return (rows.features.T @ clipped).reshape(theta.shape)
-        if isinstance(rows.features, SparseFeatures):
-            size = rows.features.block_rows
-            starts = range(0, len(rows), size)
-            blocks = (rows.take(np.s_[start : start + size]) for start in starts)
-            total = sum(self._grains(theta, block) for block in blocks)
         else:
             total = self._grains(theta, rows)
         return (self._grain * total).reshape(theta.shape)
@@ -207,7 +211,7 @@ def mean_loss(family: Family, theta: np.ndarray, rows: Rows) -> np.ndarray:
 def private_descent(
     family: Family,
     theta: np.ndarray,
-    rows: Rows,
+    rows: Rows | SparseRows,
     mechanism: Mechanism,
     *,
     learning_rate: float,

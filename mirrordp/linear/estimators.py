@@ -32,7 +32,7 @@ from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import _inputs, _pipelines, descent
 from mirrordp.linear._planning import Plan, plan_cold, plan_warm
-from mirrordp.linear.descent import Rows, SparseFeatures
+from mirrordp.linear.descent import Rows, SparseRows
 from mirrordp.linear.tuning import DescentSettings
 from mirrordp.mirror import families
 from mirrordp.mirror.families import Family
@@ -47,14 +47,15 @@ from mirrordp.spending import fingerprint as _fingerprint
 from mirrordp.spending._fits import Fits, Lineage, Together
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
+from mirrordp.tables.encoding import FeatureEncoding
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import Books, check_spend
 from mirrordp.training.checkpoint import Checkpoint
 from mirrordp.training.engine import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
-# Beyond this width a change of coordinates by a full matrix takes hours for sparse rows.
-_WIDEST_SPARSE = 1000
+# Sparse rows change coordinates anew in every step, which by a full matrix takes minutes here.
+_WIDEST_SPARSE = 200
 # Settings that a caller may have chosen by looking at private rows.
 _SETTINGS = (
     *("num_steps", "l2_clip_norm", "learning_rate", "row_norm_bound", "target_range"),
@@ -121,6 +122,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     coef_: np.ndarray
     intercept_: Any
     n_features_in_: int
+    # For models that were stored before there were encodings.
+    encoding_: FeatureEncoding | None = None
 
     _takes_several_outputs = False
 
@@ -234,8 +237,6 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             counts = _inputs.as_mask(counts, X.shape[0])
         if X_public is not None:
             X_public, y_public = _inputs.validated(self, X_public, y_public, public=True)
-            if frames is None and not issparse(X):
-                _pipelines.refuse_private_moments(X)
             targets = y if counts is None else y[counts]
             _inputs.mention_other_units(
                 X, targets if isinstance(self, RegressorMixin) else None, X_public, y_public
@@ -252,6 +253,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             problem = problem.without(
                 _inputs.copies(X, problem.targets, X_public, problem.public_targets)
             )
+            # After public rows that are private rows, which have the same moments, were refused.
+            if frames is None and not issparse(X):
+                _pipelines.refuse_private_moments(X)
         plan = self._plan(problem, X_public, X, delta)
         noise = SecureGaussianNoise.of(plan.theta) if self.secure else GaussianNoise()
         mechanism = self._mechanism(X.shape[0], delta, plan.settings, noise)
@@ -261,8 +265,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if plan.settings.num_steps > 0:
             if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
-            features = SparseFeatures(X, plan.scaling) if issparse(X) else plan.scaling(X)
-            rows = Rows(features, problem.targets, problem.counts, problem.weights)
+            others = (problem.targets, problem.counts, problem.weights)
+            if issparse(X):
+                rows = SparseRows(X, plan.scaling, *others)
+            else:
+                rows = Rows(plan.scaling(X), *others)
             theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
         self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
         self.n_iter_ = plan.settings.num_steps
@@ -382,7 +389,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self,
         plan: Plan,
         family: Family,
-        rows: Rows,
+        rows: Rows | SparseRows,
         mechanism: Mechanism,
         seed: int | None,
         spend: Ledger | Budget | None,
@@ -400,10 +407,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             parameters = self.get_params() | {"random_state": None}
             counts = () if rows.counts is None else rows.counts
             weights = () if rows.weights is None else (rows.weights,)
-            features: Any = rows.features
-            if isinstance(features, SparseFeatures):
-                matrix = features.matrix
-                features = (matrix.data, matrix.indices, matrix.indptr)
+            if isinstance(rows, SparseRows):
+                features: Any = (rows.matrix.data, rows.matrix.indices, rows.matrix.indptr)
+            else:
+                features = rows.features
             return {
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},
@@ -522,7 +529,7 @@ _SHARED_PARAMETERS = """
 {own}        fit_intercept: whether to fit an intercept.
         method: "exact" clips, adds noise and steps in the geometry of the public Hessian; "dpsgd"
             does so in standardised features. "auto" is "exact", except for sparse rows of more
-            than 1000 features. Without public rows all three are cold DP-SGD, which starts at zero.
+            than 200 features. Without public rows all three are cold DP-SGD, which starts at zero.
         num_steps: T, or "auto".
         l2_clip_norm: C in units of the scaled features and targets, or "auto".
         learning_rate: η in the same units, or "auto".
@@ -603,7 +610,6 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
 
     def _encode(self, y, y_public):
         y = _inputs.as_numbers("y", y, f" {UNPROTECTED}")
-        self._is_flat = y.ndim == 1
         y = y.reshape(len(y), -1)
         outputs = y.shape[1]
         shift, scale = np.zeros(outputs), np.ones(outputs)
@@ -638,14 +644,14 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         scale = np.asarray(problem.scale)
         coefficients = coefficients * scale[:, None]
         intercepts = intercepts * scale + problem.shift
-        return (
-            (coefficients[0], float(intercepts[0])) if self._is_flat else (coefficients, intercepts)
-        )
+        if len(scale) > 1:
+            return coefficients, intercepts
+        return coefficients[0], float(intercepts[0])
 
     def predict(self, X):
         """Returns the expected target of each row, or one per output."""
         scores = self._scores(X)
-        return scores[:, 0] if np.ndim(self.intercept_) == 0 else scores
+        return scores if scores.shape[1] > 1 else scores[:, 0]
 
     def __sklearn_tags__(self):
         tags = _with_our_tags(super().__sklearn_tags__())
@@ -720,7 +726,7 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
         """Returns the targets for the loss from indices of classes."""
 
     @abc.abstractmethod
-    def predict_proba(self, X):
+    def predict_proba(self, X) -> np.ndarray:
         """Returns the probability of each class, in the order of `classes_`."""
 
     def _in_order(self, labels: np.ndarray) -> np.ndarray:

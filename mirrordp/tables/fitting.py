@@ -69,7 +69,8 @@ class TableModel:
         task: one of `mirrordp.tables.TASKS`.
         encoding: the rules by which rows become features.
         coefficients: an array of shape (outputs, features). Classification has one output per
-            class, except that two classes share a single output.
+            class, except that two classes share a single output. Ordinal regression has one per
+            threshold between two classes.
         intercepts: an array of shape (outputs,).
         privacy: the statement of the run, as in report.json.
     """
@@ -82,9 +83,9 @@ class TableModel:
 
     def __post_init__(self):
         target = self.encoding.target
-        if self.task == "classification":
+        if self.task in ("classification", "ordinal"):
             classes = len(target.classes) if isinstance(target, ClassTarget) else 0
-            outputs = 1 if classes == 2 else classes
+            outputs = classes - 1 if classes == 2 or self.task == "ordinal" else classes
         else:
             is_count = isinstance(target, NumberTarget) and target.is_count
             matches = isinstance(target, NumberTarget) and is_count == (self.task == "count")
@@ -113,7 +114,10 @@ class TableModel:
         if isinstance(target, NumberTarget):
             family = families.POISSON if target.is_count else families.SQUARED_ERROR
             return {"prediction": family.mean(scores)[:, 0]}
-        shares = families.class_probabilities(scores)
+        to_shares = families.class_probabilities
+        if self.task == "ordinal":
+            to_shares = families.ordered_probabilities
+        shares = to_shares(scores)
         columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
         return columns | {
             f"probability of {name}": shares[:, index] for index, name in enumerate(target.classes)
@@ -466,7 +470,7 @@ def _judged(
     """
     predicted = estimator.predict(x)
     found = {"test_rows": len(x)}
-    if task == "classification":
+    if task in ("classification", "ordinal"):
         shares = estimator.predict_proba(x)[
             np.arange(len(x)), np.searchsorted(estimator.classes_, y)
         ]
@@ -512,6 +516,7 @@ def _estimator(task: str, **options: Any) -> Any:
         "regression": estimators.PrivateLinearRegression,
         "classification": estimators.PrivateLogisticRegression,
         "count": estimators.PrivatePoissonRegressor,
+        "ordinal": estimators.PrivateOrdinalRegression,
     }[task](**options)
 
 

@@ -35,7 +35,7 @@ from mirrordp.tables.columns import (
 from mirrordp.tables.encoding import FeatureEncoding, TableEncoding
 from mirrordp.tables.files import Cells, Table, TableError, listed
 
-TASKS = ("regression", "classification", "count")
+TASKS = ("regression", "classification", "count", "ordinal")
 
 MAX_CATEGORIES = 100
 """The largest number of categories of a column with a feature of their own, commonest first."""
@@ -264,8 +264,15 @@ def _texts(cells: Cells) -> list[str]:
 def _learn_target(public: Table, name: str, task: str, separators: Separators) -> Target:
     spelled = dataclasses.asdict(separators)
     cells = public.columns[name]
-    if task == "classification":
-        return _learn_classes(public, name)
+    if task in ("classification", "ordinal"):
+        classes = _learn_classes(public, name)
+        if task == "ordinal" and not classes.are_numbers:
+            raise TableError(
+                f"expected numbers that order the classes of {name!r} for --task ordinal, got "
+                f"{classes.classes[0]!r} in {public.source!r}; number the classes from lowest to "
+                "highest in all files, or use --task classification."
+            )
+        return classes
     values, wrong = numbers(cells, **spelled)
     if wrong.any():
         if separators.decimal == ".":
