@@ -25,10 +25,18 @@ def _rdp_epsilon(event, delta, adjacency, orders):
     return _cached_rdp_epsilon(event, delta, adjacency, orders)
 
 
+def _plain(options):
+    """Options in one order, and arrays in full."""
+    return [
+        (name, value.tobytes() if hasattr(value, "tobytes") else value)
+        for name, value in sorted(options.items())
+    ]
+
+
 def _plan(family, x, targets, **options):
     """A plan follows from public rows and the budget; nobody may write into one."""
     arrays = [(part.shape, part.dtype.str, part.tobytes()) for part in (x, targets)]
-    question = repr((family.name, *arrays, sorted(options.items())))
+    question = repr((family.name, *arrays, _plain(options)))
     if question not in _plans:
         _plans[question] = plan = honest_plan(family, x, targets, **options)
         for part in (plan.theta, plan.scaling.shift, plan.scaling.factor, plan.scaling.basis):

@@ -33,6 +33,7 @@ def make_table(path, rows, seed, *, task="regression", words=("red", "blue")):
         "regression": lambda: [f"{value:.4f}" for value in score],
         "classification": lambda: np.array(["no", "yes"])[(score > 1).astype(int)],
         "count": lambda: rng.poisson(np.exp(0.3 * score)),
+        "ordinal": lambda: np.digitize(score, [0, 2, 4]),
     }[task]()
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -88,7 +89,28 @@ def fitted(tmp_path_factory):
     return files["out"]
 
 
-@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+def test_numbers_with_commas(capsys, tmp_path):
+    """The model remembers how numbers are written, so that predict needs no option."""
+    files = two_tables(tmp_path) | {"input": make_table(tmp_path / "input.csv", 20, 2)}
+    assert cli.main(fit_options(files, seed=1)) == 0
+    predictions = []
+    for model in ("model", "commas"):
+        if model == "commas":
+            for path in (files["private"], files["public"], files["input"]):
+                path.write_text(path.read_text().replace(",", ";").replace(".", ","))
+            files["out"] = tmp_path / model
+            assert cli.main(fit_options(files, seed=1, decimal=",")) == 0
+        output = tmp_path / f"{model}.csv"
+        command = ["predict", "--model", tmp_path / model, "--input", files["input"]]
+        assert cli.main([*map(str, command), "--output", str(output)]) == 0
+        predictions.append(read_table(output).columns["prediction"])
+    assert predictions[0] == predictions[1]
+    files["out"] = tmp_path / "third"
+    assert cli.main(fit_options(files, decimal=";")) == 2
+    assert "decimal separator among" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["regression", "classification", "count", "ordinal"])
 def test_fit_and_predict(capsys, tmp_path, task):
     files = {
         "private": make_table(tmp_path / "private.csv", 2000, 0, task=task),

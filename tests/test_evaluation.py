@@ -237,7 +237,7 @@ def test_the_model_without_protection(target):
         y = (scores[:, 0] + rng.logistic(size=4000) > 0).astype(int)
     else:
         y = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
-    found, intercepts = evaluation.fit_without_protection(target, x, y)
+    found, intercepts = evaluation.fit_without_protection("", target, x, y)
     assert found.shape == slopes.shape
     assert intercepts.shape == slopes.shape[:1]
     np.testing.assert_allclose(found - found[-1:], slopes - slopes[-1:], atol=0.15)

@@ -66,8 +66,8 @@ def test_cells_of_every_kind(kind):
     [
         (pd.Series(["a", None, "b"], dtype="category"), ("a", "", "b")),
         (pl.Series(["a", None, "b"], dtype=pl.Categorical), ("a", "", "b")),
-        (pd.Series(pd.to_datetime(["2020-01-02", None])), ("2020-01-02", "")),
-        (pl.Series([datetime.date(2020, 1, 2), None]), ("2020-01-02", "")),
+        (pd.Series(pd.to_datetime(["2020-01-02"])), np.array(["2020-01-02"], "M8[us]")),
+        (pl.Series([datetime.date(2020, 1, 2)]), np.array(["2020-01-02"], "M8[us]")),
         ([datetime.date(2020, 1, 2), None], ("2020-01-02", "")),
         ([decimal.Decimal("0.1"), pd.NA], (0.1, np.nan)),
         ([10**400, np.float32(0.5)], (np.inf, 0.5)),
@@ -78,8 +78,6 @@ def test_cells_of_every_kind(kind):
 )  # fmt: skip
 def test_single_columns(column, cells):
     found = columns_of({"column": column})["column"]
-    if isinstance(found, tuple) and cells and cells[0].startswith("2020"):
-        found = tuple(cell[:10] for cell in found)
     np.testing.assert_array_equal(found, cells)
 
 

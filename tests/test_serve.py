@@ -12,7 +12,7 @@ from mirrordp import cli
 from mirrordp.tables import CategoryColumn, TableError, serving
 from tests import soak_serve
 from tests.soak_serve import GOOD
-from tests.test_export import make_model
+from tests.test_export import make_model, with_dates
 
 
 class Client:
@@ -53,7 +53,7 @@ def test_health_and_description(client):
     assert about["privacy"]["epsilon"] == 1.0
 
 
-@pytest.mark.parametrize("task", ["regression", "two classes", "five classes"])
+@pytest.mark.parametrize("task", ["regression", "two classes", "five classes", "ordered classes"])
 def test_predictions_are_those_of_the_model(task):
     client, model = client_of(task), make_model(task)
     rows = [GOOD, GOOD | {"x": None, "code": 17}, GOOD | {"x": "2.5", "colour": "pink", "more": []}]
@@ -63,7 +63,7 @@ def test_predictions_are_those_of_the_model(task):
     single = client.post("/predict", json=rows[0]).json()
     assert single["prediction"] == found["predictions"][0]["prediction"]
     assert [row["prediction"] for row in found["predictions"]] == expected["prediction"].tolist()
-    if model.task == "classification":
+    if len(expected) > 1:
         for name in model.encoding.target.classes:
             shares = [row["probabilities"][name] for row in found["predictions"]]
             assert shares == expected[f"probability of {name}"].tolist()
@@ -103,6 +103,16 @@ def test_numbers_may_be_categories(client):
         assert found["unfamiliar"] == {}
     column = CategoryColumn("code", ("0", "a"), "a", False)
     assert serving._cell(column, {"code": 0}) == "0"
+
+
+def test_dates():
+    client = Client(serving.make_app(with_dates()))
+    for when in ("01.02.2020", None, "NA"):
+        assert client.post("/predict", json=GOOD | {"when": when}).status_code == 200
+    for when in ("2020-02-01", 17, "soon"):
+        (problem,) = client.post("/predict", json=GOOD | {"when": when}).json()["problems"]
+        assert problem["column"] == "when"
+        assert "expected a date (%d.%m.%Y) or null" in problem["problem"]
 
 
 def test_a_missing_column_is_named(client):

@@ -1,3 +1,4 @@
+import datetime
 import json
 import math
 import warnings
@@ -9,11 +10,13 @@ from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivateOrdinalRegression,
     PrivatePoissonRegressor,
 )
 from mirrordp.tables import (
     CategoryColumn,
     ClassTarget,
+    DateColumn,
     NumberColumn,
     NumberTarget,
     Table,
@@ -283,11 +286,12 @@ def test_counts_are_whole_and_not_negative(tmp_path):
             {"task": "classification"},
             "use --task regression",
         ),
+        ("x,y\n1,a\n2,b\n", {"task": "ordinal"}, "number the classes from lowest to highest"),
         ("x,y\n1,\n2,?\n", {}, "got none in any row"),
         ("x,y\n1,1\n1,2\n", {}, "that varies"),
         ("y\n1\n2\n", {}, "besides the target"),
         ("x,y\n1,1\n2,2\n", {"target": "z"}, "expected column 'z'"),
-        ("x,y\n1,1\n2,2\n", {"ignore": ["z"]}, "expected column 'z'"),
+        ("x,y\n1,1\n2,2\n", {"categorical": ["z"]}, "expected column 'z'"),
         ("x,y\n1,1\n2,2\n", {"ignore": ["y"]}, "target 'y' to be neither"),
         ("x,y\n1,1\n2,2\n", {"task": "ranking"}, "got 'ranking'"),
         ("x;y\n1,5;1\n2;2\n-,25;3\n", {}, "decimal point in column 'x' .* got '1,5'"),
@@ -343,7 +347,7 @@ def test_single_cells_of_another_type_count_as_missing(tmp_path):
 
 def test_a_target_with_decimal_commas_cannot_be_ignored(tmp_path):
     text = "x;y\n" + "1;1,5\n2;1,6\n" * 3
-    with pytest.raises(TableError, match=r"write 1.5 for 1,5 in all files\.$"):
+    with pytest.raises(TableError, match=r"add --decimal , if all files have commas\.$"):
         learn(tmp_path, text, task="regression")
 
 
@@ -357,7 +361,7 @@ def test_decimal_commas_may_be_codes(tmp_path):
     ("row", "words"),
     [
         ("3500,nurse,2,1", "3 of 4 filled cells of column 'age' .* beyond the range .* units"),
-        ("35,Nurse,2,1", "3 of 3 filled cells of column 'job' .* none of .* spelling, .* dates"),
+        ("35,Nurse,2,1", "3 of 3 filled cells of column 'job' .* none of .* spelling, or"),
     ],
 )
 def test_columns_beyond_what_the_public_table_has_are_mentioned(tmp_path, row, words):
@@ -457,20 +461,37 @@ def test_parquet_is_read_like_csv(tmp_path):
     )
 
 
-def test_parquet_columns_without_a_meaning_are_refused(tmp_path):
+def write_parquet(path, **columns):
     import pyarrow as arrow
     from pyarrow import parquet
 
-    parquet.write_table(arrow.table({"a": [[1, 2], [3]]}), tmp_path / "t.parquet")
-    with pytest.raises(TableError, match=r"got list in column 'a'"):
-        read_table(tmp_path / "t.parquet")
+    parquet.write_table(arrow.table(columns), path)
+    return path
+
+
+def test_parquet_columns_without_a_meaning_are_left_out(tmp_path):
+    path = write_parquet(tmp_path / "t.parquet", a=[[1, 2], [3]], x=[1, 2], y=[1, 2])
+    public = read_table(path)
+    learned = learn_encoding(public, target="y", task="regression")
+    assert learned.left_out == {"a": "it holds list, which no feature can be made of"}
+    ignored = learn_encoding(public, target="y", task="regression", ignore=["a", "z"])
+    assert ignored.left_out["a"] == "ignored on request"
+    assert ignored.left_out["z"] == "ignored on request; not in the public table"
+    with pytest.raises(TableError, match=r"in column 'a' .* got list"):
+        learn_encoding(public, target="a", task="regression")
+
+
+def test_parquet_columns_of_another_kind_are_an_error_only_if_needed(tmp_path):
     # One row decides which fields a column of structures has, and their names may be personal.
     rows = [{"a": 1}, {"diagnosis of Alice": 2}]
-    parquet.write_table(arrow.table({"a": rows}), tmp_path / "t.parquet")
-    with pytest.raises(TableError, match=r"got struct in column 'a'") as error:
-        list(read_batches(tmp_path / "t.parquet", private=True))
+    path = write_parquet(tmp_path / "t.parquet", x=[1, 2], income=rows, y=[1, 2])
+    needs_it = learn(tmp_path, "x,income,y\n1,2,3\n2,1,4\n").encoding
+    with pytest.raises(TableError, match="got struct") as error:
+        needs_it.encode(read_batches(path, private=True), private=True)
     assert UNPROTECTED in str(error.value)
     assert "Alice" not in str(error.value)
+    does_not = learn(tmp_path, "x,y\n1,3\n2,4\n").encoding
+    assert len(does_not.encode(read_batches(path, private=True), private=True).target) == 2
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
@@ -566,7 +587,7 @@ def test_codes_that_are_names_stay_names(tmp_path, codes):
 
 
 @pytest.mark.parametrize("factor", [1.0, 30.0, 300.0, 1e6])
-@pytest.mark.parametrize("task", ["regression", "count", "binary", "multinomial"])
+@pytest.mark.parametrize("task", ["regression", "count", "binary", "multinomial", "ordinal"])
 def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, factor):
     """Extreme scores included: both must guard the same functions in the same way."""
     kind, labels = {
@@ -574,16 +595,16 @@ def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, fac
         "count": (PrivatePoissonRegressor, "1234"),
         "binary": (PrivateLogisticRegression, "abab"),
         "multinomial": (PrivateLogisticRegression, "abca"),
+        "ordinal": (PrivateOrdinalRegression, "12341"),
     }[task]
     rows = table(tmp_path, "x,y\n" + "".join(f"{k},{label}\n" for k, label in enumerate(labels)))
-    is_class = kind is PrivateLogisticRegression
-    encoding = learn_encoding(
-        rows, target="y", task="classification" if is_class else task
-    ).encoding
-    outputs = 3 if task == "multinomial" else 1
+    is_class = kind in (PrivateLogisticRegression, PrivateOrdinalRegression)
+    name = "classification" if kind is PrivateLogisticRegression else task
+    encoding = learn_encoding(rows, target="y", task=name).encoding
+    outputs = 3 if task in ("multinomial", "ordinal") else 1
     coefficients = factor * np.array([[1.0], [-2.0], [0.5]][:outputs])
     model = TableModel(
-        task="classification" if is_class else task,
+        task=name,
         encoding=encoding,
         scorer=LinearScorer(coefficients, np.zeros(outputs)),
         privacy={},
@@ -600,3 +621,179 @@ def test_a_stored_model_predicts_what_the_estimator_predicts(tmp_path, task, fac
     np.testing.assert_array_equal(found["prediction"], estimator.predict(features))
     shares = np.column_stack([found[f"probability of {name}"] for name in estimator.classes_])
     np.testing.assert_array_equal(shares, estimator.predict_proba(features))
+
+
+# Dates.
+
+
+DATES = ("2024-01-15", "2024-03-02", "2024-05-20", "2024-12-31")
+
+
+def dated(dates, times=None):
+    times = times or [""] * len(dates)
+    rows = "".join(
+        f"{date}{time},{i}\n" for i, (date, time) in enumerate(zip(dates, times, strict=True))
+    )
+    return "when,y\n" + rows
+
+
+def spelled(date, how):
+    return datetime.date.fromisoformat(date).strftime(how)
+
+
+@pytest.mark.parametrize("how", ["%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%y", "%d %b %Y"])
+def test_dates_become_the_same_features_in_every_format(tmp_path, how):
+    texts = [spelled(date, how) for date in DATES]
+    (column,) = learn(tmp_path, dated(texts)).encoding.columns
+    plain = learn(tmp_path, dated(DATES)).encoding
+    assert column.features == plain.features
+    assert column.features[:2] == ("when: elapsed days", "when: weekday=Monday")
+    features = encode(learn(tmp_path, dated(texts)).encoding, tmp_path, dated(texts)).features
+    np.testing.assert_array_equal(features, encode(plain, tmp_path, dated(DATES)).features)
+    # A Monday, a Saturday, a Monday and a Tuesday.
+    np.testing.assert_array_equal(features[:, 1:].argmax(axis=1), [0, 5, 0, 1])
+    days = np.array(DATES, "M8[D]").astype(float)
+    np.testing.assert_allclose(features[:, 0], (days - days.mean()) / days.std())
+
+
+def test_times_of_day_and_year_go_around(tmp_path):
+    year = np.arange("2022-12-25", "2024-01-10", 7, dtype="M8[D]").astype(str)
+    text = dated(year, [f" {i % 24:02}:30" for i in range(len(year))])
+    encoding = learn(tmp_path, text).encoding
+    found = encode(encoding, tmp_path, dated(["2023-12-31 23:59:59", "2023-01-01 00:00:01"]))
+    first, second = found.features
+    names = list(encoding.features)
+    for part in ("month", "hour"):
+        both = [names.index(f"when: {part} ({wave})") for wave in ("sine", "cosine")]
+        np.testing.assert_allclose(first[both], second[both], atol=0.02)
+        np.testing.assert_allclose(first[both], [0, 1], atol=0.02)
+    assert first[0] > second[0] + 2
+
+
+def test_dates_whose_day_and_month_cannot_be_told_apart_are_categories(tmp_path):
+    text = "when,y\n" + "01/02/2024,1\n01/03/2024,2\n" * 3
+    (column,) = learn(tmp_path, text).encoding.columns
+    assert isinstance(column, CategoryColumn)
+
+
+def test_only_the_public_format_is_read(tmp_path):
+    encoding = learn(tmp_path, dated([spelled(date, "%d.%m.%Y") for date in DATES])).encoding
+    rows = ["02.03.2024", "20.05.2024", "2024-05-20", ""]
+    with pytest.warns(UnprotectedWarning, match="1 of 3 filled cells of column 'when'"):
+        found = encode(encoding, tmp_path, dated(rows))
+    np.testing.assert_array_equal(found.features[2:], 0)
+    assert found.features[0].any()
+    assert found.unfamiliar["when"].startswith("1 of 3 cells no dates")
+    again = TableEncoding.from_dict(json.loads(json.dumps(encoding.to_dict())))
+    assert again == encoding
+
+
+def test_dates_beyond_the_public_ones_are_counted(tmp_path):
+    encoding = learn(tmp_path, dated(DATES)).encoding
+    found = encode(encoding, tmp_path, dated([*DATES, "2030-01-05"]))
+    (days, *_) = np.array(encoding.columns[0].features) == "when: elapsed days"
+    assert days
+    assert found.features[-1, 0] == found.features[:, 0].max()
+    assert found.features[-1, 1 + 5] == 1, "a Saturday"
+    assert "2024-01-15 00:00 to 2024-12-31 00:00" in found.unfamiliar["when"]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_dates_of_parquet_and_of_text_are_the_same(tmp_path, unit, zone):
+    import pyarrow as arrow
+
+    times = np.array(DATES, "M8[us]") + np.arange(4) * np.timedelta64(3, "h")
+    texts = [str(time) for time in times]
+    stored = arrow.array(times).cast(arrow.timestamp(unit)).cast(arrow.timestamp(unit, zone))
+    path = write_parquet(tmp_path / "t.parquet", when=stored, y=[0, 1, 2, 3])
+    found = learn_encoding(read_table(path), target="y", task="regression")
+    assert found == learn(tmp_path, dated(texts))
+    features = [
+        found.encoding.encode([rows], private=False).features
+        for rows in (read_table(path), table(tmp_path, dated(texts)))
+    ]
+    np.testing.assert_array_equal(*features)
+
+
+def test_days_durations_and_times_of_day_of_parquet(tmp_path):
+    path = write_parquet(
+        tmp_path / "t.parquet",
+        day=[datetime.date(2024, 1, day) for day in (1, 2, 4)],
+        took=[datetime.timedelta(hours=hours) for hours in (1, 2, 4)],
+        at=[datetime.time(hours, 30) for hours in (1, 2, 4)],
+        y=[1, 2, 3],
+    )
+    rows = read_table(path)
+    assert rows.columns["took"].tolist() == [3600, 7200, 14400]
+    assert rows.columns["at"].tolist() == [5400, 9000, 16200]
+    day, took, at = learn_encoding(rows, target="y", task="regression").encoding.columns
+    assert (type(day), type(took), type(at)) == (DateColumn, NumberColumn, NumberColumn)
+    assert not day.has_hours
+
+
+# Separators and codes.
+
+
+@pytest.mark.parametrize(
+    ("cells", "decimal", "thousands"),
+    [
+        (("1,5", "-2", "1234567,25"), ",", ""),
+        (("1,5", "-2", "1.234.567,25"), ",", "."),
+        (("1.5", "-2", "1,234,567.25"), ".", ","),
+        (("1.5", "-2", "1'234'567.25"), ".", "'"),
+    ],
+)
+def test_separators_of_numbers(tmp_path, cells, decimal, thousands):
+    text = "x;y\n" + "".join(f"{cell};{cell}\n" for cell in cells)
+    learned = learn(tmp_path, text, decimal=decimal, thousands=thousands).encoding
+    found = encode(learned, tmp_path, text)
+    np.testing.assert_array_equal(found.target, [1.5, -2, 1234567.25])
+    values = np.array([1.5, -2, 1234567.25])
+    np.testing.assert_allclose(found.features[:, 0], (values - values.mean()) / values.std())
+    assert TableEncoding.from_dict(json.loads(json.dumps(learned.to_dict()))) == learned
+
+
+def test_numbers_with_other_separators_than_asked_for_count_as_text(tmp_path):
+    learned = learn(tmp_path, "x;y\n1,5;1\n2,5;2\n1.000;3\n", decimal=",", thousands=".").encoding
+    with pytest.warns(UnprotectedWarning, match="1 of 4 filled cells of column 'x'"):
+        found = encode(learned, tmp_path, "x;y\n1,5;1\n2;2\n1.5;3\n3;4\n")
+    assert found.features[2, 0] == 0
+
+
+@pytest.mark.parametrize(("decimal", "thousands"), [(";", ""), (",", ","), (".", "x")])
+def test_separators_that_cannot_be(tmp_path, decimal, thousands):
+    with pytest.raises(TableError, match="separator among"):
+        learn(tmp_path, decimal=decimal, thousands=thousands)
+
+
+def test_models_of_earlier_versions_have_a_decimal_point(tmp_path):
+    found = learn(tmp_path).encoding
+    content = found.to_dict()
+    for part in (*content["columns"], content["target"]):
+        part.pop("decimal", None)
+        part.pop("thousands", None)
+    assert TableEncoding.from_dict(content) == found
+
+
+def coded(effect):
+    rng = np.random.default_rng(0)
+    codes = rng.choice([101, 205, 310, 417], 200)
+    noise = rng.normal(size=200)
+    return "region,y\n" + "".join(
+        f"{code},{effect(code) + extra}\n" for code, extra in zip(codes, noise, strict=True)
+    )
+
+
+def test_codes_are_offered_as_categories_and_not_turned_into_them(tmp_path):
+    text = coded({101: 3, 205: -3, 310: 3, 417: -3}.__getitem__)
+    with pytest.warns(UserWarning, match="column 'region' .* add --categorical region"):
+        (column,) = learn(tmp_path, text).encoding.columns
+    assert isinstance(column, NumberColumn)
+
+
+@pytest.mark.parametrize("effect", [lambda code: code / 100, lambda code: 0])
+def test_numbers_that_a_line_describes_are_not_offered(tmp_path, effect):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(tmp_path, coded(effect))

@@ -7,6 +7,7 @@ import pytest
 from mirrordp.linear import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivateOrdinalRegression,
     PrivatePoissonRegressor,
     descent,
     uncertainty,
@@ -16,11 +17,13 @@ from mirrordp.linear.descent import ClippedSum, Rows
 from mirrordp.mirror import families
 
 FITS = 200
+OUTPUTS = {"three classes": 3, "ordered classes": 2}
 KINDS = {
     "regression": PrivateLinearRegression,
     "two classes": PrivateLogisticRegression,
     "three classes": PrivateLogisticRegression,
     "count": PrivatePoissonRegressor,
+    "ordered classes": PrivateOrdinalRegression,
 }
 
 
@@ -93,7 +96,7 @@ def agrees(empirical, stated):
 def test_the_spread_of_repeated_fits(monkeypatch, task, method):
     settings = {"num_steps": 12, "learning_rate": 0.4}
     empirical, stated = spread_over_fits(monkeypatch, task, method=method, **settings)
-    assert empirical.shape == stated.shape == ((3 if task == "three classes" else 1), 4)
+    assert empirical.shape == stated.shape == (OUTPUTS.get(task, 1), 4)
     assert agrees(empirical, stated)
     # Other formulas are noticed: noise that is too small or large, the last iterate in place of the
     # mean, and a descent in which no noise is forgotten.

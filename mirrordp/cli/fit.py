@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mirrordp.spending.budget import Budget
     from mirrordp.tables.fitting import FittedTable
 
-TASKS = ("regression", "classification", "count")
+TASKS = ("regression", "classification", "count", "ordinal")
 RUN_SUFFIX = ".run"
 _METHODS = ("auto", "exact", "dpsgd")
 _TABLE = "CSV or Parquet"
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
         type=one_of(*TASKS),
         required=True,
         metavar=f"{{{','.join(TASKS)}}}",
-        help="whether the target is a number, a class or a count",
+        help="whether the target is a number, a class, a count or an ordered class such as a grade",
     )
     parser.add_argument(
         "--epsilon", type=positive, required=True, metavar="E", help="epsilon of this run"
@@ -87,6 +87,15 @@ def add(commands: Any) -> None:
         ("--ignore", "leave this column out, such as an identifier; may be repeated"),
     ):
         parser.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
+    parser.add_argument(
+        "--decimal", default=".", metavar="C", help="what numbers have for a decimal point, . or ,"
+    )
+    parser.add_argument(
+        "--thousands",
+        default="",
+        metavar="C",
+        help="what separates groups of three digits in numbers (default: nothing)",
+    )
     parser.add_argument(
         "--test",
         type=Path,
@@ -191,6 +200,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 categorical=arguments.categorical,
                 ignore=arguments.ignore,
+                decimal=arguments.decimal,
+                thousands=arguments.thousands,
                 test=arguments.test,
                 ceiling=arguments.ceiling,
                 spend=budget,

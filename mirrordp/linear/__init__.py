@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mirrordp.linear.estimators import (
         PrivateLinearRegression as PrivateLinearRegression,
         PrivateLogisticRegression as PrivateLogisticRegression,
+        PrivateOrdinalRegression as PrivateOrdinalRegression,
         PrivatePoissonRegressor as PrivatePoissonRegressor,
     )
 

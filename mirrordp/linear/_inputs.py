@@ -5,15 +5,19 @@ sum would move by more than its sensitivity. Messages about private rows carry t
 `UNPROTECTED`; they quote no value and go to the operator only.
 """
 
+import hashlib
+import itertools
 import numbers
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_array, issparse
 from sklearn.base import BaseEstimator
 from sklearn.utils import column_or_1d
 from sklearn.utils.validation import validate_data
 
+from mirrordp import _validate
 from mirrordp._warn import warn
 from mirrordp.data import (
     UNPROTECTED,
@@ -23,6 +27,75 @@ from mirrordp.data import (
     excluded_rows,
     refuse_private_rows,
 )
+from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.files import listed
+from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
+from mirrordp.tables.learning import learn_features
+from mirrordp.tables.transformer import encode_and_count, mention
+
+_SAFE_WAY = (
+    "Pass public rows of the same columns as X_public, or encode all rows by "
+    "mirrordp.tables.PublicEncoder().fit(public rows)"
+)
+
+
+class EncodedFrames(NamedTuple):
+    """Frames as arrays.
+
+    Attributes:
+        X: the private features.
+        X_public: the public features.
+        encoding: how both were made, learned from public rows.
+        unprotected_cells: by column, how many private cells public rows do not cover.
+    """
+
+    X: np.ndarray
+    X_public: np.ndarray
+    encoding: FeatureEncoding
+    unprotected_cells: dict[str, str]
+
+
+def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
+    """Encodes frames that hold more than numbers; returns None if public rows hold numbers alone.
+
+    Public rows alone decide whether there is an encoding. If one private row could decide it, it
+    would decide how all others are read.
+    """
+    what = None if X_public is None else needs_encoding(X_public)
+    if what is None:
+        return None
+    if not is_frame(X):
+        raise ValueError(
+            f"X_public must hold numbers as X does, got {what}. Pass X as a data frame with the "
+            "same columns."
+        )
+    found = table_of(X_public, "X_public", private=False)
+    learned = learn_features(found.table, categorical=found.categorical)
+    encoding = learned.encoding
+    if not encoding.columns:
+        raise ValueError("X_public must have a column that varies, got none. Add public rows.")
+    public = encoding.encode_features(found.table)
+    private, unfamiliar = encode_and_count(encoding, X, "X", private=True)
+    known = {*found.table.columns, *found.table.unreadable}
+    unused = [name for name in names_of(X) if name not in known]
+    if unused:
+        warn(
+            f"{UNPROTECTED} columns {listed(unused)} of X are not in X_public and cannot be used. "
+            "Add the columns to use to X_public.",
+            UnprotectedWarning,
+        )
+    mention(unfamiliar, private=True)
+    return EncodedFrames(private, public, encoding, unfamiliar)
+
+
+def encoded_rows(encoding: FeatureEncoding, X: Any) -> np.ndarray:
+    """Encodes rows to predict for, and warns of cells that public rows do not cover."""
+    if not is_frame(X):
+        names = [column.name for column in encoding.columns]
+        raise ValueError(f"X must be a data frame with the columns {listed(names)}, as in fit.")
+    features, unfamiliar = encode_and_count(encoding, X, "X", private=False)
+    mention(unfamiliar, private=False)
+    return features
 
 
 def validated(
@@ -36,20 +109,92 @@ def validated(
         )
     _refuse_text_and_times(f"X{suffix}", X, remark)
     X = _matrix(estimator, X, public, suffix, remark)
-    y = column_or_1d(_each_by_itself(y), warn=True)
+    y = _targets(estimator, y)
     if y.dtype.kind in "mM":
         raise ValueError(
             f"y{suffix} must hold numbers or text, got dates or durations, {y.dtype}. Turn them "
             f"into numbers or text one by one.{remark}"
         )
-    if len(y) != len(X):
+    if len(y) != X.shape[0]:
         raise ValueError(
-            f"X{suffix} and y{suffix} must have the same number of rows, got {len(X)} and {len(y)}."
+            f"X{suffix} and y{suffix} must have the same number of rows, got {X.shape[0]} and "
+            f"{len(y)}."
         )
-    refuse_non_finite(f"X{suffix}", X, remark)
+    refuse_non_finite(f"X{suffix}", X.data if issparse(X) else X, remark)
+    if public and issparse(X):
+        X = X.toarray()
     if y.dtype.kind == "f":
         refuse_non_finite(f"y{suffix}", y, remark)
     return X, y
+
+
+def _targets(estimator: Any, y: Any) -> np.ndarray:
+    """Returns a vector, or for estimators that take them a matrix of several outputs."""
+    y = _each_by_itself(y)
+    if estimator._takes_several_outputs and not isinstance(y, list | tuple):
+        matrix = np.asarray(y)
+        if matrix.ndim == 2 and matrix.shape[1] > 1:
+            return matrix
+    elif estimator._takes_several_outputs and y and isinstance(y[0], list | tuple | np.ndarray):
+        return np.array(y, object)
+    return column_or_1d(y, warn=True)
+
+
+class Weights(NamedTuple):
+    """Weights of private and of public rows; None stands for ones."""
+
+    private: np.ndarray | None
+    public: np.ndarray | None
+
+    @classmethod
+    def of(cls, private: Any, public: Any, X: Any, X_public: Any) -> "Weights":
+        """Returns weights divided by the mean of public ones, or refuses them."""
+        if public is not None and X_public is None:
+            raise ValueError("sample_weight_public goes with X_public, got no X_public.")
+        if private is not None:
+            private = _as_weights("sample_weight", private, X, f" {UNPROTECTED}")
+        if public is None:
+            return cls(private, None)
+        public = _as_weights("sample_weight_public", public, X_public, "")
+        mean = public.mean()
+        return cls(None if private is None else private / mean, public / mean)
+
+
+def _as_weights(name: str, weights: Any, X: Any, remark: str) -> np.ndarray:
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must hold numbers, got something else.{remark}") from None
+    rows = X.shape[0]
+    if found.shape != (rows,):
+        raise ValueError(f"{name} must have shape ({rows},), got {found.shape}.")
+    refuse_non_finite(name, found, remark)
+    if (found < 0).any():
+        raise ValueError(
+            f"{name} must hold weights of at least 0, got {int((found < 0).sum())} negative "
+            f"ones.{remark}"
+        )
+    if not found.any():
+        raise ValueError(
+            f"Sample weights must contain a non-zero one, got zeros in {name}.{remark}"
+        )
+    return found
+
+
+def weights_of_classes(given: Mapping[Any, float], classes: np.ndarray) -> np.ndarray:
+    """Returns the weight of each class, 1 where none is given, or refuses them."""
+    labels = np.fromiter(given, object, len(given))
+    index = class_indices(classes, labels)
+    if (index < 0).any():
+        raise ValueError(
+            f"class_weight must have labels among the classes {classes.tolist()}, got "
+            f"{labels[index < 0].tolist()}."
+        )
+    weights = np.ones(len(classes))
+    for label, value in zip(index, given.values(), strict=True):
+        _validate.non_negative(class_weight=value)
+        weights[label] = value
+    return weights
 
 
 def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark: str) -> np.ndarray:
@@ -57,8 +202,9 @@ def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark:
     try:
         # All inputs get one memory layout, on which the last bit of a matrix product depends.
         matrix: Any = validate_data(
-            estimator, X, reset=not public, dtype=np.float64, order="C", ensure_all_finite=False
-        )
+            estimator, X, reset=not public, dtype=np.float64, order="C", ensure_all_finite=False,
+            accept_sparse="csr",
+        )  # fmt: skip
         return matrix
     except ValueError as error:
         if public and "feature names should match" in str(error):
@@ -73,10 +219,7 @@ def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark:
             ) from None
         if "could not convert" not in str(error):
             raise
-        raise ValueError(
-            f"X{suffix} must hold numbers, got text. Encode it first, by rules that come from "
-            f"public data.{remark}"
-        ) from None
+        raise ValueError(f"X{suffix} must hold numbers, got text. {_SAFE_WAY}.{remark}") from None
 
 
 def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
@@ -84,15 +227,16 @@ def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
 
     Datetimes are all counted in the finest unit among them, and a float32 has other digits as text.
     """
-    dtypes = getattr(array, "dtypes", None)  # of a data frame
-    found = [getattr(array, "dtype", None)] if dtypes is None else list(dtypes)
-    kinds = {getattr(dtype, "kind", "") for dtype in found}
-    if not kinds & set("mMUS"):
+    if is_frame(array):
+        what = foreign_type(array)
+    else:
+        kind = getattr(getattr(array, "dtype", None), "kind", "")
+        what = {"m": "dates or durations", "M": "dates or durations", "U": "text", "S": "text"}.get(
+            kind
+        )
+    if what is None:
         return
-    what, advice = "text", "Encode it first, by rules that come from public data"
-    if kinds & set("mM"):
-        what, advice = "dates or durations", "Count them in a unit of your choice"
-    raise ValueError(f"{name} must hold numbers, got {what}. {advice}.{remark}")
+    raise ValueError(f"{name} must hold numbers, got {what}. {_SAFE_WAY}.{remark}")
 
 
 def _each_by_itself(y: Any) -> Any:
@@ -116,7 +260,8 @@ def refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     where = "" if array.ndim == 1 else f" in columns {columns[:5].tolist()}"
     raise ValueError(
         f"{name} must be finite, got {int(bad.sum())} values that are NaN or infinity{where}. Drop "
-        f"or impute them row by row, by rules that come from public data.{remark}"
+        "or impute them row by row, by rules that come from public data, as "
+        f"mirrordp.tables.PublicEncoder does.{remark}"
     )
 
 
@@ -129,8 +274,9 @@ def mention_other_units(
     differ, the fit still succeeds, with a poor model. Targets are compared if `y` is given.
     """
     found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
-    if y is not None and len(y) and set(y.dtype.kind + y_public.dtype.kind) <= set("fiu"):
-        found += ["y"] if _mostly_beyond(y, y_public) else []
+    if y is not None and len(y) and y.shape[1:] == y_public.shape[1:]:
+        are_numbers = set(y.dtype.kind + y_public.dtype.kind) <= set("fiu")
+        found += ["y"] if are_numbers and np.any(_mostly_beyond(y, y_public)) else []
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warn(
@@ -141,12 +287,22 @@ def mention_other_units(
         )
 
 
-def _mostly_beyond(private: np.ndarray, public: np.ndarray) -> np.ndarray:
+def _mostly_beyond(private: Any, public: np.ndarray) -> np.ndarray:
     """Returns in which columns more than half of the private values are beyond the public range.
 
     Columns that are constant on public rows do not matter, because the model leaves them out.
     """
     low, high = public.min(axis=0), public.max(axis=0)
+    if issparse(private):
+        # A stored zero counts like any other number; what is not stored is zero.
+        zeros_beyond = (low > 0) | (high < 0)
+        entries = private.tocoo()
+        column = entries.coords[1] if hasattr(entries, "coords") else entries.col
+        beyond = (entries.data < low[column]) | (entries.data > high[column])
+        stored = np.bincount(column, minlength=private.shape[1])
+        share = np.bincount(column, weights=beyond, minlength=private.shape[1])
+        share += np.where(zeros_beyond, private.shape[0] - stored, 0)
+        return (share / private.shape[0] > 0.5) & (low < high)
     return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
 
 
@@ -159,6 +315,8 @@ def copies(
     that one public row is of all. Otherwise the most common rows would be the ones left out, so
     that nothing is. Public rows that are mostly private rows are refused.
     """
+    if issparse(x):
+        x, x_public = _digests(x), _digests(csr_array(x_public))
     # A target that overflowed in scaling is infinite, which PrivateData refuses.
     private = PrivateData({"x": x, "y": np.nan_to_num(targets)})
     public = PublicData({"x": x_public, "y": public_targets})
@@ -166,6 +324,23 @@ def copies(
         refuse_private_rows(private, public)
         return np.zeros(len(x), bool)
     return excluded_rows(private, public)
+
+
+def _digests(matrix: Any) -> np.ndarray:
+    """Returns two float64 numbers per row of a sparse matrix, the same for rows that are equal.
+
+    For other rows they are the same only if a hash of 96 bits collides.
+    """
+    matrix = csr_array(matrix, copy=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    columns = matrix.indices.astype(np.int64)
+    found = np.empty((matrix.shape[0], 2))
+    for row, (start, end) in enumerate(itertools.pairwise(matrix.indptr.tolist())):
+        content = columns[start:end].tobytes() + matrix.data[start:end].tobytes()
+        digest = hashlib.blake2b(content, digest_size=12).digest()
+        found[row] = (int.from_bytes(digest[:6]), int.from_bytes(digest[6:]))
+    return found
 
 
 def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:

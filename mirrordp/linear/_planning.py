@@ -64,7 +64,7 @@ class Scaling:
             scaled = (_bounded(x, self.row_norm_bound) - self.shift) * self.factor
             if self.intercept:
                 scaled = np.column_stack([scaled, np.ones(len(x))])
-            return scaled if self.basis is None else scaled @ self.basis
+            return scaled if self.basis is None else _times(scaled, self.basis)
 
     def original(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns coefficients (m, d) and intercepts (m,) for rows that are not scaled."""
@@ -74,6 +74,14 @@ class Scaling:
         coefficients = theta[:width] * self.factor[:, None]
         intercepts = theta[width] if self.intercept else np.zeros(theta.shape[1])
         return coefficients.T, intercepts - self.shift @ coefficients
+
+
+def _times(rows: np.ndarray, basis: np.ndarray) -> np.ndarray:
+    """Returns the product, which takes much less time if the basis is diagonal."""
+    diagonal = np.diag(basis)
+    if np.count_nonzero(basis) == np.count_nonzero(diagonal):
+        return rows * diagonal
+    return rows @ basis
 
 
 def _bounded(x: np.ndarray, row_norm_bound: float | None) -> np.ndarray:
@@ -109,6 +117,7 @@ def plan_warm(
     num_private: int,
     one_step_noise: float,
     given: Mapping[str, Any],
+    weights: np.ndarray | None = None,
 ) -> Plan:
     """Plans a descent that starts at the public optimum.
 
@@ -122,10 +131,11 @@ def plan_warm(
         num_private: n.
         one_step_noise: σ₁, see `tuning.choose_settings`.
         given: those of l2_clip_norm, num_steps and learning_rate that the caller has fixed.
+        weights: the weights of public rows, if any.
     """
     rng = np.random.default_rng(_PUBLIC_SEED)
     scaling = Scaling.of(x, intercept=intercept, row_norm_bound=row_norm_bound)
-    rows = Rows(scaling(x), targets)
+    rows = Rows(scaling(x), targets, weights=weights)
     penalized = np.arange(rows.features.shape[1]) < x.shape[1]
     public = PublicObjective.cross_validated(
         family, rows, penalized=penalized.astype(float), rng=rng
@@ -143,7 +153,8 @@ def plan_warm(
     basis = geometry(public)
     theta = np.linalg.solve(basis, public.minimizer)
     if "l2_clip_norm" not in given:
-        norms = gradient_norms(family, theta, Rows(rows.features @ basis, targets))
+        rows = Rows(rows.features @ basis, targets, weights=weights)
+        norms = gradient_norms(family, theta, rows)
         clip = float(np.quantile(norms, settings.l2_clip_norm))
         # If all public residuals are zero, any clip norm will do.
         settings = settings._replace(l2_clip_norm=clip if clip > 0 else 1.0)

@@ -8,6 +8,9 @@ matrix product,
 
     Σ_i clip(u_i ⊗ r_i, C) = Uᵀ diag(c) R,     c_i = min(1, C / (‖u_i‖ ‖r_i‖)).
 
+A weight w_i ≥ 0 multiplies the loss of its row, and hence r_i, before the clip. Whatever the
+weight, the row changes the sum by at most C.
+
 `private_descent` is Algorithm 1 with full batches of this sum, and with a geometry that corrects
 itself where the private loss is steeper than the public one; `mirrordp.linear.tuning` chooses its
 settings. Everything is computed in float64 by NumPy: a step passes over the rows twice, which
@@ -17,7 +20,7 @@ leaves nothing for a compiler to gain.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,11 +51,14 @@ class Rows:
         targets: Y, shape (n, m).
         counts: a mask of the rows that take part; the others have gradient zero. None stands for
             all rows.
+        weights: w, shape (n,): the loss of row i is multiplied by w_i ≥ 0, before its gradient is
+            clipped. None stands for ones.
     """
 
     features: np.ndarray
     targets: np.ndarray
     counts: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def __post_init__(self):
         finite = np.asarray(np.isfinite(self.features).all(axis=1))
@@ -67,7 +73,14 @@ class Rows:
     def take(self, rows: np.ndarray) -> "Rows":
         """Returns some of the rows."""
         counts = None if self.counts is None else self.counts[rows]
-        return Rows(self.features[rows], self.targets[rows], counts)
+        weights = None if self.weights is None else self.weights[rows]
+        return Rows(self.features[rows], self.targets[rows], counts, weights)
+
+    def weighted(self, values: np.ndarray) -> np.ndarray:
+        """Returns values that belong to the rows, along their first axis, times the weights."""
+        if self.weights is None:
+            return values
+        return values * self.weights.reshape((-1,) + (1,) * (values.ndim - 1))
 
     @functools.cached_property
     def norms(self) -> np.ndarray:
@@ -76,9 +89,41 @@ class Rows:
             return np.linalg.norm(self.features, axis=1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseRows:
+    """The rows of a sparse matrix, which are dense and scaled only one block at a time.
+
+    Attributes:
+        matrix: X as a CSR array, shape (n, d).
+        scale: what is done to each row, from (b, d) to (b, d').
+        targets: see `Rows`, as are the others.
+    """
+
+    matrix: Any
+    scale: Callable[[np.ndarray], np.ndarray]
+    targets: np.ndarray
+    counts: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def blocks(self) -> Iterator[Rows]:
+        """Yields the rows in blocks of at most 64 MiB."""
+        size = int(np.clip(2**23 // max(self.matrix.shape[1], 1), 1, _BLOCK))
+        for start in range(0, len(self), size):
+            block = slice(start, start + size)
+            yield Rows(
+                self.scale(self.matrix[block].toarray()),
+                self.targets[block],
+                None if self.counts is None else self.counts[block],
+                None if self.weights is None else self.weights[block],
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """The function Σ_i clip(u_i ⊗ r_i, C) in closed form, and its sensitivity.
+    """The function Σ_i clip(w_i u_i ⊗ r_i, C) in closed form, and its sensitivity.
 
     It gives the same guarantees as `mirrordp.clipped_grad`: a row adds a matrix of norm at most C
     that depends on this row only. A row adds exactly zero if it does not count, or if its gradient
@@ -95,11 +140,39 @@ class ClippedSum:
     family: Family
     l2_clip_norm: float | np.ndarray
 
-    def __call__(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
+    def __call__(self, theta: np.ndarray, rows: Rows | SparseRows) -> np.ndarray:
         """Returns the sum at Θ of shape (d, m), or at k of them side by side, (d, m, k)."""
+        if isinstance(rows, SparseRows):
+            total = np.zeros(theta.shape, np.int64)
+            for block in rows.blocks():
+                total += self._grains(theta, block)
+        elif isinstance(self.l2_clip_norm, np.ndarray):
+            clipped = self._clipped_residuals(theta, rows)
+            return (rows.features.T @ clipped).reshape(theta.shape)
+        else:
+            total = self._grains(theta, rows)
+        return (self._grain * total).reshape(theta.shape)
+
+    @property
+    def _grain(self) -> float:
+        return 2.0 ** sums.grain_exponent(float(self.l2_clip_norm))
+
+    def _grains(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
+        """Returns the sum as a whole number of grains, of which any number can be added exactly."""
+        clipped = self._clipped_residuals(theta, rows)
+        total = np.zeros((len(theta), clipped.shape[1]), np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            part = rows.features[block].T @ clipped[block]
+            total += np.trunc(part / self._grain).astype(np.int64)
+        return total
+
+    def _clipped_residuals(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
+        """Returns w_i r_i, scaled so that its product with u_i is clipped, shape (n, m or m·k)."""
         # An overflow gives an infinite norm, which the lines below turn into a zero.
         with np.errstate(over="ignore", invalid="ignore"):
             residuals = self.family.residuals(scores_of(rows.features, theta), rows.targets)
+            residuals = rows.weighted(residuals)
             row_norms = rows.norms.reshape((-1,) + (1,) * (theta.ndim - 2))
             # A residual whose square underflows still counts where the row is long.
             norms = np.maximum(np.linalg.norm(residuals, axis=1), _SMALLEST_NORM) * row_norms
@@ -110,15 +183,7 @@ class ClippedSum:
             limit = self.l2_clip_norm * (1 - sums.RESERVE)
             factors = limit / np.maximum(norms, limit)
             clipped = np.where(keep[:, None], residuals * factors[:, None], 0.0)
-        clipped = clipped.reshape(len(rows), -1)
-        if isinstance(self.l2_clip_norm, np.ndarray):
-            return (rows.features.T @ clipped).reshape(theta.shape)
-        grain = 2.0 ** sums.grain_exponent(self.l2_clip_norm)
-        total = np.zeros((len(theta), clipped.shape[1]), np.int64)
-        for start in range(0, len(rows), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            total += np.trunc(rows.features[block].T @ clipped[block] / grain).astype(np.int64)
-        return (grain * total).reshape(theta.shape)
+        return clipped.reshape(len(rows), -1)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the largest distance between the sums of neighbouring data sets."""
@@ -132,20 +197,21 @@ def scores_of(features: np.ndarray, theta: np.ndarray) -> np.ndarray:
 
 
 def gradient_norms(family: Family, theta: np.ndarray, rows: Rows) -> np.ndarray:
-    """Returns ‖u_i‖·‖r_i‖ for each row without noise, and so is meant for public rows."""
-    residuals = family.residuals(scores_of(rows.features, theta), rows.targets)
+    """Returns w_i ‖u_i‖ ‖r_i‖ for each row without noise, and so is meant for public rows."""
+    residuals = rows.weighted(family.residuals(scores_of(rows.features, theta), rows.targets))
     return rows.norms * np.linalg.norm(residuals, axis=1)
 
 
 def mean_loss(family: Family, theta: np.ndarray, rows: Rows) -> np.ndarray:
-    """Returns the mean loss over the rows, one number per parameter matrix."""
-    return family.loss(scores_of(rows.features, theta), rows.targets).mean(axis=0)
+    """Returns the mean weighted loss over the rows, one number per parameter matrix."""
+    losses = family.loss(scores_of(rows.features, theta), rows.targets)
+    return rows.weighted(losses).mean(axis=0)
 
 
 def private_descent(
     family: Family,
     theta: np.ndarray,
-    rows: Rows,
+    rows: Rows | SparseRows,
     mechanism: Mechanism,
     *,
     learning_rate: float,

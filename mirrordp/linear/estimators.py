@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -29,9 +30,9 @@ from mirrordp import _validate
 from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.linear import _inputs, descent, uncertainty
+from mirrordp.linear import _inputs, _pipelines, descent, uncertainty
 from mirrordp.linear._planning import Plan, plan_cold, plan_warm
-from mirrordp.linear.descent import Rows
+from mirrordp.linear.descent import Rows, SparseRows
 from mirrordp.linear.tuning import DescentSettings
 from mirrordp.mirror import families
 from mirrordp.mirror.families import Family
@@ -46,16 +47,19 @@ from mirrordp.spending import fingerprint as _fingerprint
 from mirrordp.spending._fits import Fits, Lineage, Together
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
+from mirrordp.tables.encoding import FeatureEncoding
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import Books, check_spend
 from mirrordp.training.checkpoint import Checkpoint
 from mirrordp.training.engine import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
+# Sparse rows change coordinates anew in every step, which by a full matrix takes minutes here.
+_WIDEST_SPARSE = 200
 # Settings that a caller may have chosen by looking at private rows.
 _SETTINGS = (
     *("num_steps", "l2_clip_norm", "learning_rate", "row_norm_bound", "target_range"),
-    *("method", "fit_intercept"),
+    *("method", "fit_intercept", "class_weight"),
 )
 _TUNING_ON_BUDGET = (
     "charged, as far as it was made by what runs on the same budget released; a choice by scores "
@@ -74,24 +78,42 @@ class _Problem:
         public_targets: the public targets, if there are any.
         prior: the targets of one further public row that the public model is fitted to, if any.
         counts: a mask of the private rows that take part. None stands for all rows.
-        shift: the number that was subtracted from the targets.
-        scale: the number that they were then divided by.
+        weights: the weights of private rows. None stands for ones.
+        public_weights: the weights of public rows. None stands for ones.
+        shift: what was subtracted from the targets, one number per output.
+        scale: what they were then divided by.
         shown: what the encoding reveals about private rows without protection.
     """
 
     family: Family
     targets: np.ndarray
     public_targets: np.ndarray | None
-    prior: float | None = None
+    prior: np.ndarray | float | None = None
     counts: np.ndarray | None = None
-    shift: float = 0.0
-    scale: float = 1.0
+    weights: np.ndarray | None = None
+    public_weights: np.ndarray | None = None
+    shift: np.ndarray | float = 0.0
+    scale: np.ndarray | float = 1.0
     shown: tuple[str, ...] = ()
 
     def without(self, left_out: np.ndarray) -> "_Problem":
         """Returns the problem in which the private rows of a mask do not take part."""
         counts = ~left_out if self.counts is None else self.counts & ~left_out
         return dataclasses.replace(self, counts=counts)
+
+    def weighted(self, weights: _inputs.Weights) -> "_Problem":
+        """Returns the problem in which rows have these weights besides those that they had."""
+        return dataclasses.replace(
+            self,
+            weights=_product(self.weights, weights.private),
+            public_weights=_product(self.public_weights, weights.public),
+        )
+
+
+def _product(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one * other
 
 
 class _PrivateLinearModel(BaseEstimator, abc.ABC):
@@ -100,6 +122,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     coef_: np.ndarray
     intercept_: Any
     n_features_in_: int
+    # For models that were stored before there were encodings.
+    encoding_: FeatureEncoding | None = None
+
+    _takes_several_outputs = False
 
     def __init__(
         self,
@@ -140,7 +166,19 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     ) -> tuple[np.ndarray, Any]:
         """Returns `coef_` and `intercept_`, from arrays of shapes (m, d) and (m,)."""
 
-    def fit(self, X, y, X_public=None, y_public=None, *, counts=None, spend=None, checkpoint=None):
+    def fit(
+        self,
+        X,
+        y,
+        X_public=None,
+        y_public=None,
+        *,
+        sample_weight=None,
+        sample_weight_public=None,
+        counts=None,
+        spend=None,
+        checkpoint=None,
+    ):
         """Fits the model to private rows under (ε, δ)-differential privacy.
 
         As in `mirrordp.train`, a private row that equals a public row, target included, is not used
@@ -150,12 +188,24 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         rows that are mostly private rows are refused.
 
         Args:
-            X: private features, shape (n, d). Each row is one unit of protection.
+            X: private features, shape (n, d), or a data frame (pandas, polars and others), or a
+                sparse matrix, of which only blocks are made dense. Each row is one unit of
+                protection.
             y: n private targets.
-            X_public: public features, shape (n_pub, d); everything about them may be learned. The
-                steps of a `Pipeline` do not transform them. Fit those steps on public rows, and
-                give the estimator both tables transformed.
+            X_public: public features, shape (n_pub, d), or a data frame with the columns of X;
+                everything about them may be learned. If the frame holds more than numbers
+                (categories, dates, missing values), both frames are encoded by rules that are
+                learned from it, as `mirrordp fit` does, and `encoding_` keeps them for `predict`.
+                The steps of a `Pipeline` do not transform X_public. Fit those steps on public
+                rows, freeze them, and give the estimator both tables transformed.
             y_public: public targets.
+            sample_weight: n weights of at least 0, about 1 on average. A weight multiplies the loss
+                of its row before the gradient is clipped, and the sum is divided by n, not by the
+                sum of weights. A row of any weight therefore changes the sum by at most the clip
+                norm. A weight is as protected as the rest of its row, if it follows from that row
+                and public values alone.
+            sample_weight_public: weights of public rows. Both kinds of weights are divided by their
+                mean. By default public rows have weight 1.
             counts: a mask of the private rows that take part, decided row by row. The others (such
                 as rows without a target) stay in n and contribute exactly zero. By default all
                 rows take part.
@@ -170,21 +220,32 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             The fitted estimator.
         """
         self._check_parameters()
+        _pipelines.refuse_private_steps(self)
         if (X_public is None) != (y_public is None):
             raise ValueError(
                 "X_public and y_public go together, got one of them. Pass both or neither."
             )
+        frames = _inputs.encoded_frames(X, X_public)
+        self.encoding_ = None if frames is None else frames.encoding
+        self.unprotected_cells_ = {} if frames is None else frames.unprotected_cells
+        columns = X_public
+        if frames is not None:
+            X, X_public = frames.X, frames.X_public
         X, y = _inputs.validated(self, X, y, public=False)
-        delta = self._delta(len(X))
+        delta = self._delta(X.shape[0])
         if counts is not None:
-            counts = _inputs.as_mask(counts, len(X))
+            counts = _inputs.as_mask(counts, X.shape[0])
         if X_public is not None:
             X_public, y_public = _inputs.validated(self, X_public, y_public, public=True)
             targets = y if counts is None else y[counts]
             _inputs.mention_other_units(
                 X, targets if isinstance(self, RegressorMixin) else None, X_public, y_public
             )
-        problem = self._encode(y, y_public)
+        if frames is not None:
+            # The columns of the frame, rather than the features that they became.
+            validate_data(self, columns, skip_check_array=True)  # pyright: ignore[reportArgumentType]
+        weights = _inputs.Weights.of(sample_weight, sample_weight_public, X, X_public)
+        problem = self._encode(y, y_public).weighted(weights)
         if counts is not None:
             problem = problem.without(~counts)
         if X_public is not None:
@@ -192,16 +253,23 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             problem = problem.without(
                 _inputs.copies(X, problem.targets, X_public, problem.public_targets)
             )
-        plan = self._plan(problem, X_public, X.shape, delta)
+            # After public rows that are private rows, which have the same moments, were refused.
+            if frames is None and not issparse(X):
+                _pipelines.refuse_private_moments(X)
+        plan = self._plan(problem, X_public, X, delta)
         noise = SecureGaussianNoise.of(plan.theta) if self.secure else GaussianNoise()
-        mechanism = self._mechanism(len(X), delta, plan.settings, noise)
+        mechanism = self._mechanism(X.shape[0], delta, plan.settings, noise)
         check_spend(mechanism, spend, checkpoint)
         seed = _inputs.as_seed(self.random_state)
         theta, together = plan.theta, None
         if plan.settings.num_steps > 0:
             if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
-            rows = Rows(plan.scaling(X), problem.targets, problem.counts)
+            others = (problem.targets, problem.counts, problem.weights)
+            if issparse(X):
+                rows = SparseRows(X, plan.scaling, *others)
+            else:
+                rows = Rows(plan.scaling(X), *others)
             theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
         self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
         if X_public is not None:
@@ -210,7 +278,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         num_public = 0 if X_public is None else len(X_public)
         method = "cold DP-SGD"
         if num_public:
-            method = "warm DP-SGD" if self.method == "dpsgd" else "exact mirror descent"
+            exact = self._follows_hessian(X.shape[1], issparse(X))
+            method = "exact mirror descent" if exact else "warm DP-SGD"
         self.privacy_ = RunReport.of(
             mechanism,
             delta,
@@ -246,14 +315,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             root = uncertainty.noise_root(
                 problem.family,
                 theta,
-                Rows(plan.scaling(x), problem.public_targets),
+                Rows(plan.scaling(x), problem.public_targets, weights=problem.public_weights),
                 l2_clip_norm=mechanism.l2_clip_norm,
                 noise=mechanism.noise_stddev / mechanism.sampling.expected_batch_size,
                 num_steps=mechanism.num_steps,
                 learning_rate=plan.settings.learning_rate,
             )
             columns, _ = plan.scaling.original(root.reshape(len(theta), -1))
-            columns = columns.reshape(*root.shape[1:], -1) * problem.scale
+            scale = np.reshape(problem.scale, (-1, 1, 1))
+            columns = columns.reshape(*root.shape[1:], -1) * scale
             self.noise_root_ = np.moveaxis(columns, 1, 2)
         if self.noise_root_ is not None:
             self.noise_stddev_ = np.linalg.norm(self.noise_root_, axis=2)
@@ -310,11 +380,17 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             noise=noise,
         )
 
-    def _plan(
-        self, problem: _Problem, x: np.ndarray | None, shape: tuple[int, ...], delta: float
-    ) -> Plan:
-        """Returns scaling, start and settings, which follow from public rows and the budget."""
-        num_private, width = shape
+    def _follows_hessian(self, width: int, sparse: bool) -> bool:
+        """Returns whether the descent has the geometry of the public Hessian."""
+        too_wide = sparse and width > _WIDEST_SPARSE
+        return self.method == "exact" or (self.method == "auto" and not too_wide)
+
+    def _plan(self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float) -> Plan:
+        """Returns scaling, start and settings, which follow from public rows and the budget.
+
+        Of private rows only the shape is used, and whether they are sparse.
+        """
+        num_private, width = private.shape
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # The run itself warns of a large delta.
             one_step = self._mechanism(
@@ -333,14 +409,16 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         assert targets is not None
         if problem.prior is not None:
             targets = (len(x) * targets + problem.prior) / (len(x) + 1)
-        follows_hessian = self.method != "dpsgd"
+        if problem.public_weights is not None:
+            options = {**options, "weights": problem.public_weights}
+        follows_hessian = self._follows_hessian(width, issparse(private))
         return plan_warm(problem.family, x, targets, follows_hessian=follows_hessian, **options)
 
     def _descend(
         self,
         plan: Plan,
         family: Family,
-        rows: Rows,
+        rows: Rows | SparseRows,
         mechanism: Mechanism,
         seed: int | None,
         spend: Ledger | Budget | None,
@@ -357,13 +435,20 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         def configuration(key: bytes) -> dict[str, str]:
             parameters = self.get_params() | {"random_state": None}
             counts = () if rows.counts is None else rows.counts
+            weights = () if rows.weights is None else (rows.weights,)
+            if isinstance(rows, SparseRows):
+                features: Any = (rows.matrix.data, rows.matrix.indices, rows.matrix.indptr)
+            else:
+                features = rows.features
             return {
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},
                 **checkpoints.fields("mechanism", mechanism),
                 **checkpoints.fields("settings", plan.settings),
                 "public rows": _fingerprint.of_arrays(key, plan.theta),
-                "private data": _fingerprint.of_arrays(key, (rows.features, rows.targets, counts)),
+                "private data": _fingerprint.of_arrays(
+                    key, (features, rows.targets, counts, *weights)
+                ),
             }
 
         steps = [mechanism.num_steps]
@@ -445,9 +530,17 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         source = "public rows" if is_warm else "constants"
         return f"nothing to charge: all settings follow from {source} and the budget"
 
+    def __getstate__(self):
+        # Counts of private cells are for the operator and never part of a stored model.
+        state: Any = super().__getstate__()
+        return {name: {} if name == "unprotected_cells_" else state[name] for name in state}
+
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        if self.encoding_ is not None:
+            X = _inputs.encoded_rows(self.encoding_, X)
+            return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+        X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
 
 
@@ -464,8 +557,8 @@ _SHARED_PARAMETERS = """
             mechanism that publishes one row at random would satisfy it.
 {own}        fit_intercept: whether to fit an intercept.
         method: "exact" clips, adds noise and steps in the geometry of the public Hessian; "dpsgd"
-            does so in standardised features. "auto" is "exact". Without public rows all three
-            are cold DP-SGD, which starts at zero.
+            does so in standardised features. "auto" is "exact", except for sparse rows of more
+            than 200 features. Without public rows all three are cold DP-SGD, which starts at zero.
         num_steps: T, or "auto".
         l2_clip_norm: C in units of the scaled features and targets, or "auto".
         learning_rate: η in the same units, or "auto".
@@ -483,6 +576,9 @@ _SHARED_PARAMETERS = """
         coef_: coefficients.
         intercept_: the intercept.
 {fitted}        n_features_in_: d.
+        encoding_: how the columns of a data frame become features, or None if they are numbers.
+        unprotected_cells_: by column, how many cells of private frames were clamped, unknown or
+            left out. Not covered by the guarantee and not stored with the model: for the operator.
         n_iter_: the number of steps that read private rows, which is 0 if the public model was
             the better choice.
         privacy_: the `RunReport`, which states the guarantee.
@@ -516,8 +612,12 @@ def _documented(own: str = "", fitted: str = ""):
 class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
     """Least squares under differential privacy, with the help of public rows.
 
-    The loss is ½(⟨θ, x⟩ + b − y)²; see `mirrordp.linear.descent` for the descent.
+    The loss is ½‖Θᵀx + b − y‖²; see `mirrordp.linear.descent` for the descent. Targets of shape
+    (n, m) are m outputs: the gradients of one row for all of them are clipped together, so that one
+    guarantee covers them all.
     """
+
+    _takes_several_outputs = True
 
     def __init__(
         self,
@@ -546,38 +646,53 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
 
     def _encode(self, y, y_public):
         y = _inputs.as_numbers("y", y, f" {UNPROTECTED}")
-        shift, scale = 0.0, 1.0
+        y = y.reshape(len(y), -1)
+        outputs = y.shape[1]
+        shift, scale = np.zeros(outputs), np.ones(outputs)
         if self.target_range is not None:
             low, high = self.target_range
             _validate.positive("target_range is (low, high).", width_of_target_range=high - low)
             y = np.clip(y, low, high)
-            shift, scale = (low + high) / 2, (high - low) / 2
+            shift, scale = np.full(outputs, (low + high) / 2), np.full(outputs, (high - low) / 2)
         if y_public is not None:
-            y_public = _inputs.as_numbers("y_public", y_public, "")
-            shift = float(y_public.mean())
-            scale = float(y_public.std())
+            y_public = _inputs.as_numbers("y_public", y_public, "").reshape(len(y_public), -1)
+            if y_public.shape[1] != outputs:
+                raise ValueError(
+                    f"y and y_public must have the same outputs, got {outputs} and "
+                    f"{y_public.shape[1]}."
+                )
+            shift = np.array([column.mean() for column in y_public.T])
+            scale = np.array([column.std() for column in y_public.T])
         # Only an intercept can undo the shift.
-        shift = shift if self.fit_intercept else 0.0
-        scale = scale if scale > 0 else 1.0
+        shift = shift if self.fit_intercept else np.zeros(outputs)
+        scale = np.where(scale > 0, scale, 1.0)
         with np.errstate(over="ignore"):
-            targets = (y[:, None] - shift) / scale
+            targets = (y - shift) / scale
         return _Problem(
             families.SQUARED_ERROR,
             targets,
-            None if y_public is None else (y_public[:, None] - shift) / scale,
+            None if y_public is None else (y_public - shift) / scale,
             shift=shift,
             scale=scale,
         )
 
     def _decode(self, problem, coefficients, intercepts):
-        return coefficients[0] * problem.scale, float(intercepts[0] * problem.scale + problem.shift)
+        scale = np.asarray(problem.scale)
+        coefficients = coefficients * scale[:, None]
+        intercepts = intercepts * scale + problem.shift
+        if len(scale) > 1:
+            return coefficients, intercepts
+        return coefficients[0], float(intercepts[0])
 
     def predict(self, X):
-        """Returns the expected target of each row."""
-        return self._scores(X)[:, 0]
+        """Returns the expected target of each row, or one per output."""
+        scores = self._scores(X)
+        return scores if scores.shape[1] > 1 else scores[:, 0]
 
     def __sklearn_tags__(self):
-        return _with_poor_score(super().__sklearn_tags__())
+        tags = _with_our_tags(super().__sklearn_tags__())
+        tags.target_tags.multi_output = True
+        return tags
 
 
 @_documented()
@@ -601,25 +716,13 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
         return families.POISSON.mean(self._scores(X))[:, 0]
 
     def __sklearn_tags__(self):
-        tags = _with_poor_score(super().__sklearn_tags__())
+        tags = _with_our_tags(super().__sklearn_tags__())
         tags.target_tags.positive_only = True
         return tags
 
 
-@_documented(
-    own="""        classes: all labels, needed if public rows lack some. By default they come from
-            `y_public` or, without public rows, from `y`; the report then says so.
-""",
-    fitted="""        classes_: the labels in the order of `predict_proba`.
-""",
-)
-class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
-    """Logistic regression under differential privacy, for two classes or (by softmax) more.
-
-    The loss is log Σ_k e^{s_k} − s_y with scores s = Θᵀx + b (one score for two classes). A private
-    row whose label is not among the classes contributes nothing, but still counts in n. Labels that
-    read as the same number (1, 1.0, "1") are one label.
-    """
+class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
+    """The base of the classifiers: labels in, targets and weights for the loss out."""
 
     classes_: np.ndarray
 
@@ -630,6 +733,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         *,
         allow_large_delta=False,
         classes=None,
+        class_weight=None,
         fit_intercept=True,
         method="auto",
         num_steps="auto",
@@ -647,6 +751,23 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
             secure=secure, random_state=random_state,
         )  # fmt: skip
         self.classes = classes
+        self.class_weight = class_weight
+
+    @abc.abstractmethod
+    def _family(self) -> Family:
+        """Returns the family of the loss for `classes_`."""
+
+    @abc.abstractmethod
+    def _targets_of(self, index: np.ndarray) -> np.ndarray:
+        """Returns the targets for the loss from indices of classes."""
+
+    @abc.abstractmethod
+    def predict_proba(self, X) -> np.ndarray:
+        """Returns the probability of each class, in the order of `classes_`."""
+
+    def _in_order(self, labels: np.ndarray) -> np.ndarray:
+        """Returns the distinct labels in the order of `classes_`."""
+        return np.unique(labels)
 
     def _encode(self, y, y_public):
         known = self.classes if self.classes is not None else y_public
@@ -656,7 +777,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
             labels = np.asarray(y.tolist())
         # The values that define the classes must be labels; any other private value is no class.
         check_classification_targets(labels)
-        self.classes_ = np.unique(labels)
+        self.classes_ = self._in_order(labels)
         _inputs.check_distinct(self.classes_)
         if len(self.classes_) < 2:
             remark = f" {UNPROTECTED}" if known is None else ""
@@ -664,38 +785,106 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
                 "a classifier needs at least two classes, got one class only: "
                 f"{self.classes_.tolist()}. Pass all of them as classes=.{remark}"
             )
-        targets, counts = self._one_hot(y)
+        index = _inputs.class_indices(self.classes_, y)
+        counts = index >= 0
         if not counts.all():
             warn(
                 f"{UNPROTECTED} {int((~counts).sum())} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",
                 UnprotectedWarning,
             )
-        public_targets = prior = None
+        public_index = public_targets = prior = None
+        every_class = np.arange(len(self.classes_))
         if y_public is not None:
-            public_targets, is_class = self._one_hot(y_public)
-            if not is_class.all():
+            public_index = _inputs.class_indices(self.classes_, y_public)
+            if (public_index < 0).any():
                 raise ValueError(
                     f"y_public must hold labels out of classes={self.classes_.tolist()}, got "
-                    f"{np.unique(y_public[~is_class])[:5].tolist()}. Extend classes=."
+                    f"{np.unique(y_public[public_index < 0])[:5].tolist()}. Extend classes=."
                 )
+            public_targets = self._targets_of(public_index)
             # One more row, shared by all classes, keeps an absent class from being impossible.
-            prior = 1 / len(self.classes_)
+            prior = self._targets_of(every_class).mean(axis=0)
+        index = np.maximum(index, 0)
+        weights = self._class_weights(public_index)
         shown = ()
         if known is None:
             shown = ("the set of labels: taken from the private rows, it counted as public",)
-        family = families.LOGISTIC if len(self.classes_) == 2 else families.MULTINOMIAL
-        return _Problem(family, targets, public_targets, prior, counts, shown=shown)
+        return _Problem(
+            self._family(),
+            self._targets_of(index),
+            public_targets,
+            prior,
+            counts,
+            weights=None if weights is None else weights[index],
+            public_weights=None
+            if weights is None or public_index is None
+            else weights[public_index],
+            shown=shown,
+        )
 
-    def _one_hot(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns targets, and a mask of the labels that are classes."""
-        index = _inputs.class_indices(self.classes_, y)
-        is_class, index = index >= 0, np.maximum(index, 0)
-        one_hot = np.eye(len(self.classes_))[index]
-        return one_hot[:, 1:] if len(self.classes_) == 2 else one_hot, is_class
+    def _class_weights(self, public_index: np.ndarray | None) -> np.ndarray | None:
+        """Returns the weight of each class, from public rows or the caller."""
+        if self.class_weight is None:
+            return None
+        if isinstance(self.class_weight, Mapping):
+            return _inputs.weights_of_classes(self.class_weight, self.classes_)
+        if self.class_weight != "balanced":
+            raise ValueError(
+                "class_weight must be None, 'balanced' or a dictionary from labels to weights, got "
+                f"{self.class_weight!r}."
+            )
+        if public_index is None:
+            raise ValueError(
+                "class_weight='balanced' needs public rows, because the shares of classes among "
+                "private rows are private. Pass X_public and y_public, or a dictionary of weights "
+                "that you know beforehand."
+            )
+        # Each class gets a share of one further row, so that an absent class has a finite weight.
+        shares = np.bincount(public_index, minlength=len(self.classes_)) + 1 / len(self.classes_)
+        return shares.sum() / (len(self.classes_) * shares)
+
+    def predict(self, X):
+        """Returns the most probable class of each row."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[np.argmax(probabilities, axis=1)]
 
     def _decode(self, problem, coefficients, intercepts):
         return coefficients, intercepts
+
+    def __sklearn_tags__(self):
+        return _with_our_tags(super().__sklearn_tags__())
+
+
+_CLASS_WEIGHT = """        class_weight: None, or a dictionary from labels to weights (1 for
+            labels that it lacks), or "balanced" for weights inverse to the shares of classes among
+            public rows. The loss of a row is multiplied by the weight of its class before the
+            gradient is clipped, so that weights change no sensitivity.
+"""
+
+
+@_documented(
+    own="""        classes: all labels, needed if public rows lack some. By default they come from
+            `y_public` or, without public rows, from `y`; the report then says so.
+"""
+    + _CLASS_WEIGHT,
+    fitted="""        classes_: the labels in the order of `predict_proba`.
+""",
+)
+class PrivateLogisticRegression(_PrivateClassifier):
+    """Logistic regression under differential privacy, for two classes or (by softmax) more.
+
+    The loss is log Σ_k e^{s_k} − s_y with scores s = Θᵀx + b (one score for two classes). A private
+    row whose label is not among the classes contributes nothing, but still counts in n. Labels that
+    read as the same number (1, 1.0, "1") are one label.
+    """
+
+    def _family(self):
+        return families.LOGISTIC if len(self.classes_) == 2 else families.MULTINOMIAL
+
+    def _targets_of(self, index):
+        one_hot = np.eye(len(self.classes_))[index]
+        return one_hot[:, 1:] if len(self.classes_) == 2 else one_hot
 
     def decision_function(self, X):
         """Returns one score per class, or for two classes the log odds of the second."""
@@ -706,18 +895,60 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinearModel):
         """Returns the probability of each class, in the order of `classes_`."""
         return families.class_probabilities(self._scores(X))
 
-    def predict(self, X):
-        """Returns the most probable class of each row."""
-        probabilities = self.predict_proba(X)
-        return self.classes_[np.argmax(probabilities, axis=1)]
 
-    def __sklearn_tags__(self):
-        return _with_poor_score(super().__sklearn_tags__())
+@_documented(
+    own="""        classes: all labels from lowest to highest, needed if they are text or if public
+            rows lack some. By default they are the sorted labels of `y_public` or, without public
+            rows, of `y`; the report then says so.
+"""
+    + _CLASS_WEIGHT,
+    fitted="""        classes_: the labels from lowest to highest, the order of `predict_proba`.
+""",
+)
+class PrivateOrdinalRegression(_PrivateClassifier):
+    """Regression on ordered classes (grades, stages, ratings) under differential privacy.
+
+    For K classes there are K − 1 thresholds, and a logistic model for each of them says how likely
+    the class is to be beyond it: P[y > k] is the sigmoid of ⟨θ_k, x⟩ + b_k. The loss of a row is
+    the sum of the K − 1 logistic losses, whose gradients are clipped together.
+
+    The models of the thresholds have coefficients of their own. Under proportional odds they would
+    share them; then the gradient of a row is no longer the product of the row and its residuals,
+    which is what makes clipping exact and fast here. The price is K − 1 times as many coefficients
+    to which noise is added, as in `PrivateLogisticRegression`.
+    """
+
+    def _family(self):
+        return families.CUMULATIVE
+
+    def _targets_of(self, index):
+        return (index[:, None] > np.arange(len(self.classes_) - 1)).astype(float)
+
+    def _in_order(self, labels):
+        if self.classes is None:
+            classes = np.unique(labels)
+            if classes.dtype.kind not in "iufb":
+                warn(
+                    f"classes that are text are taken in alphabetical order: {classes.tolist()}. "
+                    "Pass classes= from lowest to highest."
+                )
+            return classes
+        # In the given order; numbers of one array are compared as they are.
+        _, first = np.unique(labels, return_index=True)
+        return labels[np.sort(first)]
+
+    def predict_proba(self, X):
+        """Returns the probability of each class, from lowest to highest."""
+        return families.ordered_probabilities(self._scores(X))
 
 
-def _with_poor_score(tags):
-    """Tells scikit-learn's checks not to expect good scores from a few dozen private rows."""
+def _with_our_tags(tags):
+    """Tells scikit-learn's checks not to expect good scores from a few dozen private rows.
+
+    It also says that sparse rows are taken.
+    """
     for kind in (tags.regressor_tags, tags.classifier_tags):
         if kind is not None:
             kind.poor_score = True
+    tags.input_tags.sparse = True
     return tags

@@ -44,7 +44,7 @@ _AS_GOOD_AS_BEST = 0.99
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PublicObjective:
-    """The objective Ψ(Θ) = mean loss over public rows + ½ Σ_j ridge_j ‖Θ_j‖².
+    """The objective Ψ(Θ) = mean weighted loss over public rows + ½ Σ_j ridge_j ‖Θ_j‖².
 
     Its minimiser is the start of a descent, and its Hessian is the geometry.
 
@@ -65,8 +65,9 @@ class PublicObjective:
         """The minimiser of Ψ, found by a linear system (squared error), Newton or L-BFGS."""
         features, targets = self.rows.features, self.rows.targets
         if self.family == SQUARED_ERROR:
-            gram = features.T @ features / len(features) + np.diag(self.ridge)
-            return _solve(gram, features.T @ targets / len(features))
+            weighted = self.rows.weighted
+            gram = features.T @ weighted(features) / len(features) + np.diag(self.ridge)
+            return _solve(gram, features.T @ weighted(targets) / len(features))
         if self.init.size <= _MAX_NEWTON_SIZE:
             return _newton(self)
         penalty = self.ridge[:, None]
@@ -74,8 +75,9 @@ class PublicObjective:
         def value_and_grad(flat: np.ndarray) -> tuple[float, np.ndarray]:
             theta = flat.reshape(self.init.shape)
             scores = features @ theta
-            value = self.family.loss(scores, targets).mean() + 0.5 * np.sum(penalty * theta**2)
-            residuals = self.family.residuals(scores, targets)
+            losses = self.rows.weighted(self.family.loss(scores, targets))
+            value = losses.mean() + 0.5 * np.sum(penalty * theta**2)
+            residuals = self.rows.weighted(self.family.residuals(scores, targets))
             return value, (features.T @ residuals / len(features) + penalty * theta).ravel()
 
         found = scipy.optimize.minimize(
@@ -87,7 +89,7 @@ class PublicObjective:
     @functools.cached_property
     def hessian(self) -> np.ndarray:
         """The Hessian ∇²Ψ at the minimiser, shape (d, d), averaged over several outputs."""
-        weights = self.family.curvature(self.rows.features @ self.minimizer)
+        weights = self.rows.weighted(self.family.curvature(self.rows.features @ self.minimizer))
         weighted = self.rows.features * weights[:, None]
         return weighted.T @ self.rows.features / len(self.rows) + np.diag(self.ridge)
 
@@ -126,7 +128,7 @@ class PublicObjective:
         if family == POISSON and not penalized.all():
             # Counts in the thousands are far away from a start with mean one.
             init[np.argmin(penalized)] = np.log(max(rows.targets.mean(), 1e-3))
-        curvature = family.curvature(rows.features @ init)
+        curvature = rows.weighted(family.curvature(rows.features @ init))
         level = float(np.mean(curvature[:, None] * rows.features**2)) or 1.0
         # From strong to weak, so that each solution is a good start for the next.
         candidates = [level * ridge for ridge in sorted(RELATIVE_RIDGES, reverse=True)]
@@ -138,7 +140,8 @@ class PublicObjective:
             theta = init
             for index, ridge in enumerate(candidates):
                 theta = cls(family, fitted, ridge * penalized, theta).minimizer
-                losses[index] += family.loss(validation.features @ theta, validation.targets).sum()
+                held_out_losses = family.loss(validation.features @ theta, validation.targets)
+                losses[index] += validation.weighted(held_out_losses).sum()
         return cls(family, rows, candidates[int(np.argmin(losses))] * penalized, init)
 
 
@@ -161,8 +164,9 @@ def _newton(objective: PublicObjective) -> np.ndarray:
     theta, value = objective.init, value_at(objective.init)
     for _ in range(_MAX_NEWTON_STEPS):
         scores = features @ theta
-        grad = features.T @ family.residuals(scores, targets) / len(rows) + ridge * theta
-        weights = family.covariance(scores) / len(rows)
+        residuals = rows.weighted(family.residuals(scores, targets))
+        grad = features.T @ residuals / len(rows) + ridge * theta
+        weights = rows.weighted(family.covariance(scores)) / len(rows)
         hessian = np.empty((width, outputs, width, outputs))
         for k, l in itertools.combinations_with_replacement(range(outputs), 2):
             block = (features * weights[:, k, l, None]).T @ features
@@ -276,9 +280,11 @@ class _Rehearsal:
 
     def __init__(self, public: PublicObjective, basis: np.ndarray):
         self._family = public.family
+        weights = public.rows.weights
         self.rows = Rows(
             (public.rows.features @ basis).astype(np.float32),
             public.rows.targets.astype(np.float32),
+            weights=None if weights is None else weights.astype(np.float32),
         )
         self._ridge = (basis.T @ (public.ridge[:, None] * basis)).astype(np.float32)
 

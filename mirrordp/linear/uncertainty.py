@@ -35,8 +35,8 @@ def clipped_jacobian(family: Family, theta: np.ndarray, rows: Rows, clip: float)
     C/(‖u‖‖r‖) · uuᵀ ⊗ (I − r rᵀ/‖r‖²) W.
     """
     scores = scores_of(rows.features, theta)
-    residuals = family.residuals(scores, rows.targets)
-    curvatures = family.covariance(scores)
+    residuals = rows.weighted(family.residuals(scores, rows.targets))
+    curvatures = rows.weighted(family.covariance(scores))
     lengths = np.linalg.norm(residuals, axis=1)
     norms = rows.norms * lengths
     is_clipped = norms > clip

@@ -1,4 +1,4 @@
-"""Families of generalised linear models: squared error, logistic, multinomial and Poisson.
+"""Families of generalised linear models: squared error, logistic, multinomial, Poisson, cumulative.
 
 A family is defined by its cumulant function A: the loss of a row with scores s and targets y is
 A(s) − ⟨y, s⟩, its expected targets are ∇A(s) and its curvature is ∇²A(s). The mirror maps, the
@@ -66,21 +66,32 @@ def _libraries(scores: Any) -> tuple[Any, ModuleType]:
 
 
 def _half_square(scores: Any) -> Any:
-    return 0.5 * scores[:, 0] ** 2
+    return (0.5 * scores**2).sum(axis=1)
 
 
 def _identity(scores: Any) -> Any:
     return scores
 
 
+def _diagonal(slopes: Any) -> Any:
+    """Returns matrices (rows, outputs, outputs) with these diagonals."""
+    xp, _ = _libraries(slopes)
+    return slopes[:, :, None] * xp.eye(slopes.shape[1], dtype=slopes.dtype)
+
+
 def _one(scores: Any) -> Any:
     xp, _ = _libraries(scores)
-    return xp.ones_like(scores[:, :, None])
+    return _diagonal(xp.ones_like(scores))
 
 
 def _log_one_plus_exp(scores: Any) -> Any:
     xp, _ = _libraries(scores)
     return xp.logaddexp(scores[:, 0], 0.0)
+
+
+def _sum_of_log_one_plus_exp(scores: Any) -> Any:
+    xp, _ = _libraries(scores)
+    return xp.logaddexp(scores, 0.0).sum(axis=1)
 
 
 def _sigmoid(scores: Any) -> Any:
@@ -89,7 +100,7 @@ def _sigmoid(scores: Any) -> Any:
 
 
 def _sigmoid_slope(scores: Any) -> Any:
-    return (_sigmoid(scores) * _sigmoid(-scores))[:, :, None]
+    return _diagonal(_sigmoid(scores) * _sigmoid(-scores))
 
 
 def _log_sum_exp(scores: Any) -> Any:
@@ -134,6 +145,10 @@ MULTINOMIAL = Family(
     "multinomial", _log_sum_exp, _softmax, _softmax_covariance, largest_curvature=0.5
 )
 POISSON = Family("Poisson", _exp_then_line, _exp, _exp_slope, largest_curvature=1.0)
+CUMULATIVE = Family(
+    "cumulative", _sum_of_log_one_plus_exp, _sigmoid, _sigmoid_slope, largest_curvature=0.25
+)
+"""One logistic model per threshold between ordered classes: targets say whether y is beyond it."""
 
 
 def class_probabilities(scores: np.ndarray) -> np.ndarray:
@@ -144,3 +159,14 @@ def class_probabilities(scores: np.ndarray) -> np.ndarray:
     if scores.shape[1] == 1:
         scores = np.column_stack([np.zeros(len(scores)), scores[:, 0]])
     return MULTINOMIAL.mean(scores)
+
+
+def ordered_probabilities(scores: np.ndarray) -> np.ndarray:
+    """Returns the probability of each of K ordered classes, from the K − 1 scores of `CUMULATIVE`.
+
+    P[y > k] is the sigmoid of score k. Where noise makes it rise with k, it stays at its smallest
+    value so far, so that no class has a negative probability.
+    """
+    beyond = np.minimum.accumulate(CUMULATIVE.mean(scores), axis=1)
+    ends = np.ones((len(scores), 1)), np.zeros((len(scores), 1))
+    return -np.diff(np.column_stack([ends[0], beyond, ends[1]]), axis=1)

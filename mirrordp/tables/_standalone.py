@@ -17,7 +17,7 @@ from mirrordp.tables.scorers import Scorer
 
 
 def predicted(
-    rows: Any, columns: Sequence[Column], classes: Sequence[str], is_count: bool, scorer: Scorer
+    rows: Any, columns: Sequence[Column], classes: Sequence[str], task: str, scorer: Scorer
 ) -> dict[str, np.ndarray]:
     """Returns columns: the expected value, or the class and every class's probability.
 
@@ -25,7 +25,7 @@ def predicted(
         rows: a data frame of pandas or polars, or a dictionary of columns.
         columns: how columns become features.
         classes: the classes; none if the target is a number.
-        is_count: whether the target is a count.
+        task: the task, which decides what scores mean.
         scorer: the function from features to scores.
     """
     cells = columns_of(rows)
@@ -40,13 +40,26 @@ def predicted(
     scores = scorer(np.concatenate(parts, axis=1))
     if not classes:
         # No count could be observed whose logarithm is larger.
+        is_count = task == "count"
         return {"prediction": (np.exp(np.minimum(scores, 100.0)) if is_count else scores)[:, 0]}
-    if len(classes) == 2:
-        scores = np.column_stack([np.zeros(len(scores)), scores[:, 0]])
-    shares = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-    shares /= shares.sum(axis=1, keepdims=True)
+    shares = _ordered(scores) if task == "ordinal" else _softmax(scores)
     found = {"prediction": np.array(classes)[shares.argmax(axis=1)]}
     return found | {f"probability of {name}": shares[:, k] for k, name in enumerate(classes)}
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Returns the probability of each class; a single score is that of the second of two."""
+    if scores.shape[1] == 1:
+        scores = np.column_stack([np.zeros(len(scores)), scores[:, 0]])
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def _ordered(scores: np.ndarray) -> np.ndarray:
+    """Returns the probability of each ordered class, from the log odds to be beyond thresholds."""
+    beyond = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * scores), axis=1)
+    ends = np.ones((len(scores), 1)), np.zeros((len(scores), 1))
+    return -np.diff(np.column_stack([ends[0], beyond, ends[1]]), axis=1)
 
 
 def filter_csv(predict: Callable[[Any], dict[str, np.ndarray]]) -> None:

@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import datetime
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mirrordp.tables.columns import (
     CategoryColumn,
     ClassTarget,
     Column,
+    DateColumn,
     NumberColumn,
     NumberTarget,
     Tally,
@@ -43,58 +45,33 @@ class EncodedTable:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableEncoding:
-    """The rules by which rows become arrays, made by `learn_encoding` and kept in model files."""
+class FeatureEncoding:
+    """The rules by which rows become features, made by `learn_features`."""
 
     columns: tuple[Column, ...]
-    target: Target
 
     @property
     def features(self) -> tuple[str, ...]:
         """The names of the encoded features."""
         return tuple(itertools.chain.from_iterable(column.features for column in self.columns))
 
-    def encode(self, batches: Iterable[Table], *, private: bool) -> EncodedTable:
-        """Encodes features and target.
-
-        Args:
-            batches: the pieces of one table.
-            private: whether messages about its cells need the mark `UNPROTECTED`.
-
-        Raises:
-            TableError: if a column is missing, or if most of its filled cells have another type.
-        """
-        tallies: dict[str, Tally] = collections.defaultdict(Tally)
-        parts, source = [], ""
-        for table in batches:
-            source = table.source
-            self.check_columns(table, with_target=True, private=private)
-            features = self._encode_features(table, tallies)
-            cells = table.columns[self.target.name]
-            target, unusable = self.target.encode(cells, tallies[self.target.name])
-            parts.append((features, target, unusable))
-        self.judge(tallies, source, private=private)
-        features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
-        if unusable.all():
-            raise TableError(
-                f"{mark(private)}expected a usable target {self.target.name!r} in {source!r}, "
-                "got none in any row; check the column."
-            )
-        return EncodedTable(features, target, unusable, self.unfamiliar(tallies))
-
-    def encode_features(self, table: Table, tallies: dict[str, Tally] | None = None) -> np.ndarray:
-        """Encodes the features of rows to predict for, and ignores their target, if any.
+    def encode_features(
+        self, table: Table, tallies: dict[str, Tally] | None = None, *, private: bool = False
+    ) -> np.ndarray:
+        """Encodes the features of rows, and ignores their target, if any.
 
         Args:
             table: the rows.
             tallies: counts over several batches, which the caller passes to `judge` at the end. By
                 default this batch is judged by itself.
+            private: whether messages about its cells need the mark `UNPROTECTED`.
         """
         counts = collections.defaultdict(Tally) if tallies is None else tallies
-        self.check_columns(table, with_target=False, private=False)
+        # The message needs the mark, because names are cells of a row if the header is missing.
+        require_columns(table, [column.name for column in self.columns], private)
         features = self._encode_features(table, counts)
         if tallies is None:
-            self.judge(counts, table.source, private=False)
+            self.judge(counts, table.source, private=private)
         return features
 
     def unfamiliar(self, tallies: Mapping[str, Tally]) -> dict[str, str]:
@@ -102,32 +79,15 @@ class TableEncoding:
         found = {}
         for column in self.columns:
             tally = tallies[column.name]
-            if tally.unfamiliar and isinstance(column, NumberColumn):
-                found[column.name] = (
-                    f"{tally.unfamiliar} of {tally.filled} numbers beyond the public range of "
-                    f"{column.low:g} to {column.high:g}, moved to its ends"
-                )
-            elif tally.unfamiliar:
-                found[column.name] = (
-                    f"{tally.unfamiliar} of {tally.filled} cells of no common public category, "
-                    "treated as unknown"
-                )
+            words = []
+            if tally.unfamiliar:
+                words.append(_unfamiliar(column, tally))
+            if tally.wrong and not isinstance(column, CategoryColumn):
+                expected, _, _ = _KINDS[type(column)]
+                words.append(f"{tally.wrong} of {tally.filled} cells no {expected}, left out")
+            if words:
+                found[column.name] = "; ".join(words)
         return found
-
-    def check_columns(self, table: Table, *, with_target: bool, private: bool) -> None:
-        """Raises a TableError unless the table has every column that is needed.
-
-        The message needs the mark, because the names are cells of a row if the header is missing.
-        """
-        needed = [column.name for column in self.columns]
-        needed += [self.target.name] if with_target else []
-        missing = [name for name in needed if name not in table.columns]
-        if missing:
-            raise TableError(
-                f"{mark(private)}expected column{'s' * (len(missing) > 1)} {listed(missing)} in "
-                f"{table.source!r} as in the public table, got columns "
-                f"{listed(list(table.columns))}; add what is missing."
-            )
 
     def _encode_features(self, table: Table, tallies: dict[str, Tally]) -> np.ndarray:
         out = np.empty((len(table), len(self.features)))
@@ -144,17 +104,18 @@ class TableEncoding:
         It also warns of columns whose cells are mostly beyond those of the public table, usually
         because of another unit or spelling: after clamping they tell the model nothing.
         """
-        kinds = {column.name: column for column in self.columns} | {self.target.name: self.target}
+        kinds = self._kinds()
         for name, tally in tallies.items():
             kind = kinds[name]
+            which = advice = ""
             if isinstance(kind, NumberColumn) and 2 * tally.unfamiliar > tally.filled:
                 which, advice = "beyond the range", "compare the units, or ignore an identifier"
+            elif isinstance(kind, DateColumn) and 2 * tally.unfamiliar > tally.filled:
+                which, advice = "beyond the dates", "add public rows of these times"
             # Rare categories are unknown in either table, which is no reason to warn.
             elif isinstance(kind, CategoryColumn) and 10 * tally.unfamiliar > 9 * tally.filled:
                 which = "none of the common categories"
-                advice = "compare the spelling, make numbers of dates, or ignore an identifier"
-            else:
-                which = advice = ""
+                advice = "compare the spelling, or ignore an identifier"
             if which and 2 * tally.wrong <= tally.filled:
                 warn(
                     f"{mark(private)}{tally.unfamiliar} of {tally.filled} filled cells of column "
@@ -179,24 +140,112 @@ class TableEncoding:
                     UnprotectedWarning if private else UserWarning,
                 )
 
+    def _kinds(self) -> dict[str, Column | Target]:
+        return {column.name: column for column in self.columns}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain types, for JSON."""
-        return {
-            "columns": [_tagged(column) for column in self.columns],
-            "target": _tagged(self.target),
-        }
+        return {"columns": [_tagged(column) for column in self.columns]}
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEncoding(FeatureEncoding):
+    """The rules by which rows become arrays, made by `learn_encoding` and kept in model files."""
+
+    target: Target
+
+    def encode(self, batches: Iterable[Table], *, private: bool) -> EncodedTable:
+        """Encodes features and target.
+
+        Args:
+            batches: the pieces of one table.
+            private: whether messages about its cells need the mark `UNPROTECTED`.
+
+        Raises:
+            TableError: if a column is missing, or if most of its filled cells have another type.
+        """
+        tallies: dict[str, Tally] = collections.defaultdict(Tally)
+        parts, source = [], ""
+        for table in batches:
+            source = table.source
+            needed = [*(column.name for column in self.columns), self.target.name]
+            require_columns(table, needed, private)
+            features = self._encode_features(table, tallies)
+            cells = table.columns[self.target.name]
+            target, unusable = self.target.encode(cells, tallies[self.target.name])
+            parts.append((features, target, unusable))
+        self.judge(tallies, source, private=private)
+        features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if unusable.all():
+            raise TableError(
+                f"{mark(private)}expected a usable target {self.target.name!r} in {source!r}, "
+                "got none in any row; check the column."
+            )
+        unfamiliar = self.unfamiliar(tallies)
+        if unusable.any():
+            unfamiliar[self.target.name] = (
+                f"{np.count_nonzero(unusable)} of {len(unusable)} rows without a usable target, "
+                "which contribute nothing"
+            )
+        return EncodedTable(features, target, unusable, unfamiliar)
+
+    def _kinds(self) -> dict[str, Column | Target]:
+        return super()._kinds() | {self.target.name: self.target}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain types, for JSON."""
+        return super().to_dict() | {"target": _tagged(self.target)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TableEncoding":
         """Inverts `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
         columns = tuple(
-            _untagged(column, (NumberColumn, CategoryColumn)) for column in value["columns"]
+            _untagged(column, (NumberColumn, CategoryColumn, DateColumn))
+            for column in value["columns"]
         )
         return cls(columns, _untagged(value["target"], (NumberTarget, ClassTarget)))
 
 
+def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:
+    """Raises a TableError unless the table has every column that is needed."""
+    for name in needed:
+        if name in table.unreadable:
+            raise TableError(
+                f"{mark(private)}expected numbers, text, dates or true/false in column {name!r} of "
+                f"{table.source!r} as in the public table, got {table.unreadable[name]}; convert "
+                "it."
+            )
+    missing = [name for name in needed if name not in table.columns]
+    if missing:
+        raise TableError(
+            f"{mark(private)}expected column{'s' * (len(missing) > 1)} {listed(missing)} in "
+            f"{table.source!r} as in the public table, got columns "
+            f"{listed(list(table.columns))}; add what is missing."
+        )
+
+
+def _unfamiliar(column: Column, tally: Tally) -> str:
+    share = f"{tally.unfamiliar} of {tally.filled}"
+    if isinstance(column, NumberColumn):
+        return (
+            f"{share} numbers beyond the public range of {column.low:g} to {column.high:g}, moved "
+            "to its ends"
+        )
+    if isinstance(column, DateColumn):
+        first, last = (
+            (datetime.datetime(1970, 1, 1) + datetime.timedelta(days)).isoformat(" ", "minutes")
+            for days in (column.low, column.high)
+        )
+        return (
+            f"{share} dates beyond the public range of {first} to {last}, counted as its ends in "
+            "elapsed days"
+        )
+    return f"{share} cells of no common public category, treated as unknown"
+
+
 _KINDS: dict[type, tuple[str, str, str]] = {
     NumberColumn: ("numbers", "text", "each counts as missing"),
+    DateColumn: ("dates in the public format", "something else", "each counts as missing"),
     CategoryColumn: ("categories", "numbers", "each counts as an unknown category"),
     NumberTarget: ("numbers", "text", "these rows contribute nothing"),
     ClassTarget: ("known classes", "others", "these rows contribute nothing"),
@@ -204,6 +253,7 @@ _KINDS: dict[type, tuple[str, str, str]] = {
 _TAGS = {
     "number": NumberColumn,
     "category": CategoryColumn,
+    "date": DateColumn,
     "number target": NumberTarget,
     "class target": ClassTarget,
 }
@@ -222,7 +272,9 @@ def _untagged(value: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
         raise ValueError(f"{value['kind']!r} is out of place")
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        item = value[field.name]
+        # Models of earlier versions lack the fields that have defaults.
+        has_default = field.default is not dataclasses.MISSING
+        item = value.get(field.name, field.default) if has_default else value[field.name]
         fields[field.name] = tuple(item) if isinstance(item, list) else item
         _check_field(field.name, field.type, fields[field.name])
     return kind(**fields)

@@ -257,6 +257,8 @@ def largest_effects(
     outputs: tuple[str, ...],
     coefficients: np.ndarray,
     noise_root: np.ndarray | None,
+    *,
+    classes_share_constant: bool = True,
 ) -> list[dict[str, Any]]:
     """Returns the coefficients of largest size, with the standard deviations by noise.
 
@@ -270,7 +272,12 @@ def largest_effects(
         outputs: the names of the outputs.
         coefficients: an array of shape (outputs, features).
         noise_root: a square root of their covariance, shape (outputs, features, k), or None.
+        classes_share_constant: whether a constant on all outputs changes no prediction, as with
+            softmax.
     """
+    if classes_share_constant and len(coefficients) > 1:
+        coefficients = coefficients - coefficients.mean(axis=0)
+        noise_root = None if noise_root is None else noise_root - noise_root.mean(axis=0)
     values = _centered(encoding, coefficients)
     stddev = None
     if noise_root is not None:
@@ -290,8 +297,8 @@ def largest_effects(
 
 
 def _centered(encoding: TableEncoding, array: np.ndarray) -> np.ndarray:
-    """Subtracts means over the classes and over the categories of each column."""
-    found = array - array.mean(axis=0) if len(array) > 1 else array.copy()
+    """Subtracts means over the categories of each column."""
+    found = array.copy()
     start = 0
     for column in encoding.columns:
         part = found[:, start : start + len(column.features)]
@@ -302,7 +309,7 @@ def _centered(encoding: TableEncoding, array: np.ndarray) -> np.ndarray:
 
 
 def fit_without_protection(
-    target: Target, x: np.ndarray, y: np.ndarray
+    task: str, target: Target, x: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fits the same kind of linear model by scikit-learn, without any protection.
 
@@ -311,6 +318,13 @@ def fit_without_protection(
     Returns:
         Coefficients of shape (outputs, features) and intercepts of shape (outputs,).
     """
+    if task == "ordinal" and isinstance(target, ClassTarget):
+        two = ClassTarget(target.name, ("no", "yes"), False)
+        parts = [
+            fit_without_protection("classification", two, x, (y > k).astype(int))
+            for k in range(len(target.classes) - 1)
+        ]
+        return np.concatenate([c for c, _ in parts]), np.concatenate([b for _, b in parts])
     from sklearn import linear_model
     from sklearn.exceptions import ConvergenceWarning
 

@@ -28,6 +28,7 @@ from mirrordp.tables.columns import (
     labels_are_numbers,
     numbers,
 )
+from mirrordp.tables.encoding import require_columns
 from mirrordp.tables.files import TableError
 from mirrordp.tables.fitting import TableModel, as_table
 from mirrordp.tables.scorers import LinearScorer
@@ -50,6 +51,12 @@ from typing import Any
 # What the code below takes from modules that are not copied.
 Cells = Any
 TableError = ValueError
+
+
+class NumberText(str):
+    """The text of a cell that was a number or a time before."""
+
+
 '''
 
 
@@ -57,7 +64,7 @@ _FOOTER = '''
 
 def predict(rows: Any) -> dict[str, np.ndarray]:
     """Returns the prediction for each row of a data frame or a dictionary of columns."""
-    return predicted(rows, COLUMNS, CLASSES, IS_COUNT, SCORER)
+    return predicted(rows, COLUMNS, CLASSES, TASK, SCORER)
 
 
 if __name__ == "__main__":
@@ -95,7 +102,7 @@ def numpy_source(model: TableModel) -> str:
         f"# {_promise(model)}",
         f"COLUMNS = (\n{columns})",
         f"CLASSES = {classes!r}",
-        f"IS_COUNT = {model.task == 'count'}",
+        f"TASK = {model.task!r}",
         f"SCORER = {type(model.scorer).__name__}.from_dict(json.loads({scorer!r}))",
     ]
     return "\n".join([_HEADER, *_copied(_STANDALONE, set()), *learned, _FOOTER])
@@ -178,10 +185,13 @@ def onnx_bytes(model: TableModel) -> bytes:
     prediction, probabilities = _outputs(taken)
     outputs = [helper.make_tensor_value_info(prediction, types.DOUBLE, ["rows"])]
     if isinstance(target, ClassTarget):
-        if len(target.classes) == 2:
-            zero = graph.add("Mul", scores, graph.constant(0.0))
-            scores = graph.add("Concat", zero, scores, axis=1)
-        shares = graph.add("Softmax", scores, axis=1, output=probabilities)
+        if model.task == "ordinal":
+            shares = _ordered(graph, scores, len(target.classes) - 1, probabilities)
+        else:
+            if len(target.classes) == 2:
+                zero = graph.add("Mul", scores, graph.constant(0.0))
+                scores = graph.add("Concat", zero, scores, axis=1)
+            shares = graph.add("Softmax", scores, axis=1, output=probabilities)
         best = graph.add("ArgMax", shares, axis=1, keepdims=0)
         graph.add("Gather", graph.constant(target.classes, object), best, output=prediction)
         shape = ["rows", len(target.classes)]
@@ -218,17 +228,19 @@ def onnx_inputs(model: TableModel, rows: Any) -> dict[str, np.ndarray]:
         rows: what `TableModel.predict` takes.
     """
     table = as_table(rows)
-    model.encoding.check_columns(table, with_target=False, private=False)
+    require_columns(table, [column.name for column in model.encoding.columns], private=False)
     found = {}
     for column in model.encoding.columns:
         cells = table.columns[column.name]
         if isinstance(column, NumberColumn):
-            found[column.name] = numbers(cells)[0]
-            continue
-        are_numbers = labels_are_numbers(column.categories)
-        texts, which = distinct_texts(cells)
-        labels = np.array([label_of(text, are_numbers) for text in texts], object)
-        found[column.name] = labels[which]
+            found[column.name] = numbers(cells, column.decimal, column.thousands)[0]
+        elif isinstance(column, CategoryColumn):
+            are_numbers = labels_are_numbers(column.categories)
+            texts, which = distinct_texts(cells)
+            labels = np.array([label_of(text, are_numbers) for text in texts], object)
+            found[column.name] = labels[which]
+        else:
+            _rule(_COLUMNS, column)
     return found
 
 
@@ -276,6 +288,21 @@ def _category(graph: _Graph, column: CategoryColumn) -> list[str]:
     )
     table = np.vstack([np.eye(width), np.zeros((1, width))])
     return [graph.add("Gather", graph.constant(table), code)]
+
+
+def _ordered(graph: _Graph, scores: str, thresholds: int, output: str) -> str:
+    """Expresses `families.ordered_probabilities`."""
+    beyond = graph.add("Sigmoid", scores)
+    columns = [
+        graph.add("Gather", beyond, graph.constant([k], np.int64), axis=1)
+        for k in range(thresholds)
+    ]
+    # What is beyond a threshold is at most what is beyond the one before.
+    smallest = list(itertools.accumulate(columns, lambda a, b: graph.add("Min", a, b)))
+    zero = graph.add("Mul", columns[0], graph.constant(0.0))
+    ends = [graph.add("Add", zero, graph.constant(1.0)), *smallest, zero]
+    shares = [graph.add("Sub", a, b) for a, b in itertools.pairwise(ends)]
+    return graph.add("Concat", *shares, axis=1, output=output)
 
 
 def _linear(graph: _Graph, scorer: LinearScorer, features: str) -> str:

@@ -3,6 +3,7 @@
 import collections
 import csv
 import dataclasses
+import datetime
 import itertools
 import math
 import re
@@ -18,7 +19,15 @@ _BATCH_ROWS = 65_536
 _PARQUET_MAGIC = b"PAR1"
 
 Cells: TypeAlias = Sequence[str] | np.ndarray
-"""One column: the text of the file, or float64 numbers with NaN for missing cells."""
+"""One column: the text of the file; or float64 numbers, with NaN for missing cells; or dates and
+times as datetime64[us] (in UTC if they had a zone), with NaT for missing cells."""
+
+
+class NumberText(str):
+    """The text of a cell that was a number or a time before, written as Python writes it.
+
+    It is read as such whatever separators and formats other texts of the column have.
+    """
 
 
 class TableError(ValueError):
@@ -27,10 +36,17 @@ class TableError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Some rows of a file, as columns of equal length in the order of the file."""
+    """Some rows of a file or frame, as columns of equal length in their order.
+
+    Attributes:
+        source: the name of the file or frame, for messages.
+        columns: the cells of each column.
+        unreadable: the columns that cannot be used, such as lists, and what they hold.
+    """
 
     source: str
     columns: Mapping[str, Cells]
+    unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -45,6 +61,7 @@ class Table:
                 else tuple(itertools.compress(cells, keep))
                 for name, cells in self.columns.items()
             },
+            self.unreadable,
         )
 
 
@@ -59,7 +76,7 @@ def read_table(path: str | Path) -> Table:
             if isinstance(parts[0], np.ndarray)
             else tuple(itertools.chain.from_iterable(parts))
         )
-    return Table(batches[0].source, columns)
+    return Table(batches[0].source, columns, batches[0].unreadable)
 
 
 def read_batches(
@@ -158,11 +175,14 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
             _check_names(path, file.schema_arrow.names, private)
             for batch in file.iter_batches(batch_size=batch_rows):
                 if len(batch):
-                    columns = {
-                        name: _parquet_cells(path, name, column, private)
-                        for name, column in zip(batch.schema.names, batch.columns, strict=True)
-                    }
-                    yield Table(str(path), columns)
+                    columns, unreadable = {}, {}
+                    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                        cells = _parquet_cells(column)
+                        if cells is None:
+                            unreadable[name] = _kind(column.type)
+                        else:
+                            columns[name] = cells
+                    yield Table(str(path), columns, unreadable)
     except arrow.ArrowException as error:
         reason = str(error).split("\n")[0].rstrip(".")
         raise TableError(
@@ -171,7 +191,8 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
         ) from None
 
 
-def _parquet_cells(path: Path, name: str, column: Any, private: bool) -> Cells:
+def _parquet_cells(column: Any) -> Cells | None:
+    """Returns the cells of a column, or None if its type has no meaning here."""
     arrow, _ = _pyarrow()
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
@@ -189,10 +210,32 @@ def _parquet_cells(path: Path, name: str, column: Any, private: bool) -> Cells:
         return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
     if types.is_string(kind) or types.is_large_string(kind):
         return tuple("" if value is None else value for value in column.to_pylist())
-    raise TableError(
-        f"{mark(private)}expected numbers, text or true/false in every column, got {_kind(kind)} "
-        f"in column {name!r} of {str(path)!r}; convert or remove it."
-    )
+    if types.is_temporal(kind):
+        # Arrow counts a time with a zone in UTC.
+        return temporal_cells(column.to_numpy(zero_copy_only=False))
+    return None
+
+
+def temporal_cells(values: np.ndarray) -> Cells:
+    """Returns dates as datetime64[us], and durations and times of day as seconds."""
+    if values.dtype.kind == "m":
+        return values / np.timedelta64(1, "s")
+    if values.dtype.kind == "M":
+        if np.datetime_data(values.dtype)[0] != "ns":
+            # Other units reach years that microseconds cannot count.
+            low, high = np.datetime64("0001-01-01"), np.datetime64("9999-12-31")
+            values = np.minimum(
+                np.maximum(values, low.astype(values.dtype)), high.astype(values.dtype)
+            )
+        return values.astype("M8[us]")
+    seconds = (math.nan if value is None else seconds_of(value) for value in values)
+    return np.fromiter(seconds, np.float64, len(values))
+
+
+def seconds_of(time: datetime.time) -> float:
+    """Returns the seconds since midnight."""
+    whole = 3600 * time.hour + 60 * time.minute + time.second
+    return whole + time.microsecond / 1e6
 
 
 def _kind(kind: Any) -> str:

@@ -46,6 +46,7 @@ from mirrordp.tables import (
 )
 from mirrordp.tables.columns import Tally
 from mirrordp.tables.files import listed, mark
+from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.rows import columns_of
 from mirrordp.tables.scorers import SCORERS, LinearScorer, Scorer
 from mirrordp.training.checkpoint import Checkpoint
@@ -76,7 +77,8 @@ class TableModel:
         task: one of `mirrordp.tables.TASKS`.
         encoding: the rules by which rows become features.
         scorer: the function from features to scores. Classification has one score per class, except
-            that two classes share a single one.
+            that two classes share a single one. Ordinal regression has one per threshold between
+            two classes.
         privacy: the statement of the run, as in report.json.
     """
 
@@ -87,9 +89,9 @@ class TableModel:
 
     def __post_init__(self):
         target = self.encoding.target
-        if self.task == "classification":
+        if self.task in ("classification", "ordinal"):
             classes = len(target.classes) if isinstance(target, ClassTarget) else 0
-            outputs = 1 if classes == 2 else classes
+            outputs = classes - 1 if classes == 2 or self.task == "ordinal" else classes
         else:
             is_count = isinstance(target, NumberTarget) and target.is_count
             matches = isinstance(target, NumberTarget) and is_count == (self.task == "count")
@@ -138,11 +140,15 @@ class TableModel:
         target = self.encoding.target
         if not isinstance(target, ClassTarget):
             return (target.name,)
+        if self.task == "ordinal":
+            return tuple(f"above {name}" for name in target.classes[:-1])
         return target.classes[1:] if len(target.classes) == 2 else target.classes
 
     def expected(self, features: np.ndarray) -> np.ndarray:
         """Returns the expected value of each encoded row, or the probability of each class."""
         scores, target = self.scorer(features), self.encoding.target
+        if self.task == "ordinal":
+            return families.ordered_probabilities(scores)
         if isinstance(target, ClassTarget):
             return families.class_probabilities(scores)
         return (families.POISSON if target.is_count else families.SQUARED_ERROR).mean(scores)[:, 0]
@@ -264,6 +270,8 @@ def as_table(rows: Any) -> Table:
     if isinstance(rows, Table):
         return rows
     try:
+        if is_frame(rows):
+            return table_of(rows, "the rows", private=False).table
         return Table("the rows", columns_of(rows))
     except ValueError as error:
         raise TableError(str(error)) from None
@@ -348,6 +356,8 @@ def fit_files(
     seed: int | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    decimal: str = ".",
+    thousands: str = "",
     test: str | os.PathLike[str] | None = None,
     ceiling: bool = False,
     spend: Ledger | Budget | None = None,
@@ -374,6 +384,8 @@ def fit_files(
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out.
+        decimal: what stands before the fraction of a number in all files, "." or ",".
+        thousands: what stands between groups of three digits; nothing by default.
         test: a CSV or Parquet file of further rows that need no protection. The report states how
             well the model does on them, beside the model of the public rows alone and a guess.
         ceiling: whether to fit the same model without protection too, to see on test rows what
@@ -410,7 +422,13 @@ def fit_files(
     with stage(f"reading {public}"):
         table = read_table(public)
         learned = learn_encoding(
-            table, target=target, task=task, categorical=categorical, ignore=ignore
+            table,
+            target=target,
+            task=task,
+            categorical=categorical,
+            ignore=ignore,
+            decimal=decimal,
+            thousands=thousands,
         )
         encoding = learned.encoding
         known = encoding.encode([table], private=False)
@@ -422,7 +440,7 @@ def fit_files(
         )
     rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
     with stage(f"reading {private}"):
-        batches = _mention_unused(read_batches(private, private=True), table)
+        batches = _mention_unused(read_batches(private, private=True), table, ignore)
         secret = encoding.encode(batches, private=True)
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
@@ -460,7 +478,11 @@ def fit_files(
     model = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
     results = {**estimator.privacy_.results, "task": task, "target": target}
     results["coefficients"] = evaluation.largest_effects(
-        encoding, model.outputs, scorer.coefficients, estimator.noise_root_
+        encoding,
+        model.outputs,
+        scorer.coefficients,
+        estimator.noise_root_,
+        classes_share_constant=task == "classification",
     )
     shown, unprotected = estimator.privacy_.shown_without_protection, None
     if rows_to_judge_by is not None:
@@ -509,16 +531,29 @@ def _ceiling(
         (rows.features[~rows.unusable], rows.target[~rows.unusable]) for rows in (secret, known)
     ]
     x, y = (np.concatenate(part) for part in zip(*parts, strict=True))
-    scorer = _linear(*evaluation.fit_without_protection(model.encoding.target, x, y))
+    scorer = _linear(*evaluation.fit_without_protection(model.task, model.encoding.target, x, y))
     unprotected = dataclasses.replace(model, scorer=scorer)
     return evaluation.measure(model.encoding.target, test_y, unprotected.expected(test_x))
 
 
-def _mention_unused(batches: Iterable[Table], public: Table) -> Iterator[Table]:
-    """Warns of columns that are not used, once the first batch was found to fit."""
+def _mention_unused(
+    batches: Iterable[Table], public: Table, ignore: Sequence[str]
+) -> Iterator[Table]:
+    """Warns of columns that are not used, once the first batch was found to fit.
+
+    A name to ignore that neither table has is refused: the column that was meant would be used.
+    """
     for number, batch in enumerate(batches):
+        present = {*public.columns, *public.unreadable, *batch.columns, *batch.unreadable}
+        for name in ignore:
+            if name not in present:
+                raise TableError(
+                    f"expected column {name!r} to ignore in the public or the private table, got "
+                    "it in neither; check the name."
+                )
         yield batch
-        unused = [name for name in batch.columns if name not in public.columns]
+        known = {*public.columns, *public.unreadable, *ignore}
+        unused = [name for name in (*batch.columns, *batch.unreadable) if name not in known]
         if number == 0 and unused:
             warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
@@ -576,6 +611,7 @@ def _estimator(task: str, **options: Any) -> Any:
         "regression": estimators.PrivateLinearRegression,
         "classification": estimators.PrivateLogisticRegression,
         "count": estimators.PrivatePoissonRegressor,
+        "ordinal": estimators.PrivateOrdinalRegression,
     }[task](**options)
 
 

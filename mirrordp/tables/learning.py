@@ -7,31 +7,47 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import scipy.special
 
+from mirrordp._warn import warn
 from mirrordp.tables.columns import (
     CategoryColumn,
     ClassTarget,
     Column,
+    DateColumn,
     NumberColumn,
     NumberTarget,
+    Tally,
     Target,
     count_texts,
+    days_of,
     distinct_texts,
+    find_date_format,
     has_decimal_comma,
     label_of,
+    moments,
+    months_of,
     not_counts,
     number,
     number_text,
     numbers,
 )
-from mirrordp.tables.encoding import TableEncoding
+from mirrordp.tables.encoding import FeatureEncoding, TableEncoding
 from mirrordp.tables.files import Cells, Table, TableError, listed
 
-TASKS = ("regression", "classification", "count")
+TASKS = ("regression", "classification", "count", "ordinal")
 
 MAX_CATEGORIES = 100
 """The largest number of categories of a column with a feature of their own, commonest first."""
 MAX_CLASSES = 100
+MAX_CODES = 50
+"""The largest number of distinct whole numbers that are offered as categories."""
+LEAST_GAIN = 0.01
+"""The least share of the target's variance that groups explain beyond a line, to be offered."""
+THOUSANDS = (".", ",", " ", "'", "_", "\u00a0", "\u202f", "\u2019")
+"""Separators of thousands that can be asked for: also narrow and unbreakable spaces."""
+LEAST_MONTHS = 9
+"""A public table with fewer months tells nothing about the time of the year."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +58,39 @@ class LearnedEncoding:
     left_out: Mapping[str, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class LearnedFeatures:
+    """An encoding of features, and the columns left out of it with the reasons."""
+
+    encoding: FeatureEncoding
+    left_out: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Separators:
+    """How numbers are written in cells of text.
+
+    Attributes:
+        decimal: what stands before the fraction, "." or ",".
+        thousands: what stands between groups of three digits, or nothing.
+    """
+
+    decimal: str = "."
+    thousands: str = ""
+
+    def __post_init__(self):
+        if self.decimal not in (".", ","):
+            raise TableError(
+                f"expected a decimal separator among '.' and ',', got {self.decimal!r}; choose one."
+            )
+        allowed = set(THOUSANDS) - {self.decimal}
+        if self.thousands and self.thousands not in allowed:
+            raise TableError(
+                f"expected a thousands separator among {listed(sorted(allowed))}, got "
+                f"{self.thousands!r}; choose one, or leave it out."
+            )
+
+
 def learn_encoding(
     public: Table,
     *,
@@ -49,29 +98,29 @@ def learn_encoding(
     task: str,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    decimal: str = ".",
+    thousands: str = "",
 ) -> LearnedEncoding:
     """Learns from the public table how rows become arrays.
 
-    A column holds numbers if every filled cell is a number, and otherwise categories. A category
-    gets a feature if it fills 1% of the rows (at least 2 cells; 10 are enough), up to
-    `MAX_CATEGORIES`, commonest first. A column that is constant, empty or without any such category
-    is left out.
+    A column holds numbers if every filled cell is a number, dates if every filled cell is a date of
+    one format, and otherwise categories. A category gets a feature if it fills 1% of the rows (at
+    least 2 cells; 10 are enough), up to `MAX_CATEGORIES`, commonest first. A column that is
+    constant, empty or without any such category is left out.
 
     Args:
         public: the public rows.
         target: the column to predict; rows without it are ignored.
         task: one of `TASKS`.
         categorical: columns whose numbers are codes of categories.
-        ignore: columns to leave out, such as identifiers.
+        ignore: columns to leave out, such as identifiers. They need not be in the public table.
+        decimal: what stands before the fraction of a number, "." or ",".
+        thousands: what stands between groups of three digits; nothing by default.
     """
+    separators = Separators(decimal, thousands)
     if task not in TASKS:
         raise TableError(f"expected a task among {listed(TASKS)}, got {task!r}; choose one.")
-    for name in (target, *categorical, *ignore):
-        if name not in public.columns:
-            raise TableError(
-                f"expected column {name!r} in {public.source!r}, got columns "
-                f"{listed(list(public.columns))}; check the name."
-            )
+    _require(public, (target, *categorical))
     if target in ignore or target in categorical:
         raise TableError(
             f"expected the target {target!r} to be neither ignored nor declared categorical, got "
@@ -84,23 +133,127 @@ def learn_encoding(
             "check the column."
         )
     public = public.rows(present)
-    learned_target = _learn_target(public, target, task)
-    columns: list[Column] = []
-    left_out = dict.fromkeys(ignore, "ignored on request")
-    for name, cells in public.columns.items():
-        if name == target or name in left_out:
-            continue
-        found = _learn_column(public, name, cells, force_categories=name in categorical)
-        if isinstance(found, str):
-            left_out[name] = found
-        else:
-            columns.append(found)
+    learned_target = _learn_target(public, target, task, separators)
+    columns, left_out = _learn_columns(
+        public, categorical=categorical, ignore=ignore, separators=separators, target=target
+    )
     if not columns:
         raise TableError(
             f"expected a column besides the target in {public.source!r} that varies, got none; "
             "check the file."
         )
-    return LearnedEncoding(TableEncoding(tuple(columns), learned_target), left_out)
+    encoding = TableEncoding(tuple(columns), learned_target)
+    _offer_categories(public, encoding)
+    return LearnedEncoding(encoding, left_out)
+
+
+def learn_features(
+    public: Table,
+    *,
+    categorical: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    decimal: str = ".",
+    thousands: str = "",
+) -> LearnedFeatures:
+    """Learns from a public table without a target how rows become features.
+
+    See `learn_encoding` for the rules and the arguments. The result may have no column.
+    """
+    _require(public, categorical)
+    columns, left_out = _learn_columns(
+        public,
+        categorical=categorical,
+        ignore=ignore,
+        separators=Separators(decimal, thousands),
+    )
+    return LearnedFeatures(FeatureEncoding(tuple(columns)), left_out)
+
+
+def _require(public: Table, names: Sequence[str]) -> None:
+    for name in names:
+        if name in public.unreadable:
+            raise TableError(
+                f"expected numbers, text, dates or true/false in column {name!r} of "
+                f"{public.source!r}, got {public.unreadable[name]}; convert it."
+            )
+        if name not in public.columns:
+            raise TableError(
+                f"expected column {name!r} in {public.source!r}, got columns "
+                f"{listed(list(public.columns))}; check the name."
+            )
+
+
+def _learn_columns(
+    public: Table,
+    *,
+    categorical: Sequence[str],
+    ignore: Sequence[str],
+    separators: Separators,
+    target: str | None = None,
+) -> tuple[list[Column], dict[str, str]]:
+    """Returns the columns to use, and the others with the reasons."""
+    columns: list[Column] = []
+    left_out = {}
+    for name in ignore:
+        known = name in public.columns or name in public.unreadable
+        left_out[name] = "ignored on request" + ("" if known else "; not in the public table")
+    for name, kind in public.unreadable.items():
+        left_out.setdefault(name, f"it holds {kind}, which no feature can be made of")
+    for name, cells in public.columns.items():
+        if name == target or name in left_out:
+            continue
+        found = _learn_column(
+            public, name, cells, force_categories=name in categorical, separators=separators
+        )
+        if isinstance(found, str):
+            left_out[name] = found
+        else:
+            columns.append(found)
+    return columns, left_out
+
+
+def _offer_categories(public: Table, encoding: TableEncoding) -> None:
+    """Tells the operator of numbers that public rows suggest to be codes.
+
+    These are columns of a few whole numbers, each in several rows, whose groups explain clearly
+    more of the target than a line through them does, by an F test on public rows.
+    """
+    target, _ = encoding.target.encode(public.columns[encoding.target.name], Tally())
+    if isinstance(encoding.target, ClassTarget):
+        outcomes = np.eye(len(encoding.target.classes))[target]
+    else:
+        outcomes = target[:, None]
+    for column in encoding.columns:
+        if not isinstance(column, NumberColumn):
+            continue
+        values, _ = numbers(public.columns[column.name], column.decimal, column.thousands)
+        filled = ~np.isnan(values)
+        if _groups_matter(values[filled], outcomes[filled]):
+            warn(
+                f"the whole numbers of column {column.name!r} in {public.source!r} may be codes: "
+                "public rows suggest that the target does not rise or fall with them; to give each "
+                f"a feature of its own, add --categorical {column.name}.",
+            )
+
+
+def _groups_matter(values: np.ndarray, outcomes: np.ndarray) -> bool:
+    if (values != np.floor(values)).any():
+        return False
+    codes, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    free = len(values) - len(codes)
+    if not 3 <= len(codes) <= MAX_CODES or counts.min() < 5:
+        return False
+    outcomes = outcomes - outcomes.mean(axis=0)
+    sums = np.stack([np.bincount(which, weights=outcome) for outcome in outcomes.T])
+    centered = values - values.mean()
+    by_groups = np.sum(sums**2 / counts)
+    by_line = np.sum((centered @ outcomes) ** 2) / np.sum(centered**2)
+    total = np.sum(outcomes**2)
+    gain, left = by_groups - by_line, total - by_groups
+    if gain < LEAST_GAIN * total:
+        return False
+    ratio = (gain / (len(codes) - 2)) / max(left / free, 1e-300)
+    return bool(scipy.special.fdtrc(len(codes) - 2, free, ratio) < 1e-4)
 
 
 def _texts(cells: Cells) -> list[str]:
@@ -108,14 +261,23 @@ def _texts(cells: Cells) -> list[str]:
     return [texts[index] for index in which.tolist()]
 
 
-def _learn_target(public: Table, name: str, task: str) -> Target:
+def _learn_target(public: Table, name: str, task: str, separators: Separators) -> Target:
+    spelled = dataclasses.asdict(separators)
     cells = public.columns[name]
-    if task == "classification":
-        return _learn_classes(public, name)
-    values, wrong = numbers(cells)
+    if task in ("classification", "ordinal"):
+        classes = _learn_classes(public, name)
+        if task == "ordinal" and not classes.are_numbers:
+            raise TableError(
+                f"expected numbers that order the classes of {name!r} for --task ordinal, got "
+                f"{classes.classes[0]!r} in {public.source!r}; number the classes from lowest to "
+                "highest in all files, or use --task classification."
+            )
+        return classes
+    values, wrong = numbers(cells, **spelled)
     if wrong.any():
-        _refuse_decimal_commas(public, name, cells, wrong, otherwise="")
-        example = next(itertools.compress(cells, wrong))
+        if separators.decimal == ".":
+            _refuse_decimal_commas(public, name, cells, wrong, otherwise="")
+        example = _texts(cells)[int(np.argmax(wrong))]
         raise TableError(
             f"expected numbers in the target {name!r} for --task {task}, got {example!r} in "
             f"{public.source!r}; use --task classification or repair the column."
@@ -127,13 +289,13 @@ def _learn_target(public: Table, name: str, task: str) -> Target:
                 f"expected whole numbers of at least zero in the target {name!r} for --task count, "
                 f"got {number_text(values[bad][0])} in {public.source!r}; use --task regression."
             )
-        return NumberTarget(name, is_count=True)
+        return NumberTarget(name, is_count=True, **spelled)
     if values.min() == values.max():
         raise TableError(
             f"expected a target {name!r} that varies in {public.source!r}, got "
             f"{number_text(values[0])} in every row; add public rows."
         )
-    return NumberTarget(name, is_count=False)
+    return NumberTarget(name, is_count=False, **spelled)
 
 
 def _learn_classes(public: Table, name: str) -> ClassTarget:
@@ -166,20 +328,20 @@ def _refuse_decimal_commas(
     otherwise: str = ", or ignore the column or declare it categorical",
 ) -> None:
     """Refuses a column that decimal commas would turn into too many categories."""
-    texts = list(itertools.compress(cells, wrong))
+    texts = list(itertools.compress(_texts(cells), wrong))
     if all(map(has_decimal_comma, texts)):
         raise TableError(
             f"expected numbers with a decimal point in column {name!r} of {public.source!r}, got "
-            f"{texts[0]!r}; write 1.5 for 1,5 in all files{otherwise}."
+            f"{texts[0]!r}; add --decimal , if all files have commas{otherwise}."
         )
 
 
 def _learn_column(
-    public: Table, name: str, cells: Cells, *, force_categories: bool
+    public: Table, name: str, cells: Cells, *, force_categories: bool, separators: Separators
 ) -> Column | str:
     """Returns the learned column, or the reason why it is left out."""
     if not force_categories:
-        values, wrong = numbers(cells)
+        values, wrong = numbers(cells, separators.decimal, separators.thousands)
         present = values[~np.isnan(values)]
         if not wrong.any():
             if len(present) == 0:
@@ -188,11 +350,18 @@ def _learn_column(
             if not (scale > 0 and math.isfinite(scale)):
                 return "constant in the public table"
             marks = len(present) < len(values)
-            return NumberColumn(name, float(present.mean()), scale, low, high, marks)
-        _refuse_decimal_commas(public, name, cells, wrong)
+            return NumberColumn(
+                name, float(present.mean()), scale, low, high, marks,
+                separators.decimal, separators.thousands,
+            )  # fmt: skip
+        date_format = None if len(present) else find_date_format(cells)
+        if date_format is not None:
+            return _learn_dates(name, cells, date_format)
+        if separators.decimal == ".":
+            _refuse_decimal_commas(public, name, cells, wrong)
         texts = {text for text in distinct_texts(cells)[0] if text}
         if len(texts) > MAX_CATEGORIES and 2 * len(present) > len(present) + wrong.sum():
-            example = next(itertools.compress(cells, wrong))
+            example = next(itertools.compress(_texts(cells), wrong))
             raise TableError(
                 f"expected numbers alone or categories alone in column {name!r} of "
                 f"{public.source!r}, got mostly numbers and, in {int(wrong.sum())} cells, text "
@@ -211,3 +380,25 @@ def _learn_column(
     if not kept:
         return "no category is common enough in the public table"
     return CategoryColumn(name, tuple(sorted(kept)), ranked[0], missing > 0)
+
+
+def _learn_dates(name: str, cells: Cells, date_format: str) -> DateColumn | str:
+    times, _ = moments(cells, date_format)
+    times, marks = times[~np.isnat(times)], bool(np.isnat(times).any())
+    days = days_of(times)
+    low, high, scale = (float(v) for v in (days.min(), days.max(), days.std()))
+    if not scale > 0:
+        return "constant in the public table"
+    return DateColumn(
+        name,
+        date_format,
+        mean=float(days.mean()),
+        scale=scale,
+        low=low,
+        high=high,
+        # With fewer months, the time of the year would be a guess for all the others.
+        has_months=len(np.unique(months_of(times))) >= LEAST_MONTHS,
+        has_weekdays=len(np.unique(np.floor(days) % 7)) > 1,
+        has_hours=bool((days % 1 != 0).any()),
+        marks_missing=marks,
+    )

@@ -1,7 +1,7 @@
 """Rows of many kinds as columns of cells: data frames of pandas or polars, or mappings of columns.
 
-Each cell becomes what it would be in a CSV file, by itself. Nothing here needs a data frame library
-or anything else of mirrordp, because this code is also part of exported predictors.
+Each cell becomes what it would be in a CSV file, by itself. No data frame library is needed here,
+because this code is also part of exported predictors.
 """
 
 import datetime
@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from mirrordp.tables.files import NumberText
+
 
 def columns_of(rows: Any) -> dict[str, Sequence[str] | np.ndarray]:
-    """Returns columns of text, or of float64 numbers with NaN for missing cells.
+    """Returns columns of text, of float64 numbers with NaN for missing cells, or of times.
 
     Args:
         rows: a data frame of pandas or polars, or a mapping from names to columns of equal length.
@@ -65,7 +67,7 @@ def _column_cells(name: str, values: Any) -> Sequence[str] | np.ndarray:
     if array.dtype.kind in "iuf":
         return array.astype(np.float64)
     if array.dtype.kind == "M":
-        return tuple("" if text == "NaT" else text for text in np.datetime_as_string(array))
+        return array.astype("M8[us]")
     cells = array.tolist()
     if all(_is_number(cell) or _is_missing(cell) for cell in cells):
         return np.array([_as_float(cell) for cell in cells], np.float64)
@@ -102,9 +104,9 @@ def _cell_text(name: str, cell: Any) -> str:
     if _is_number(cell):
         value = _as_float(cell)
         short = format(value, ".15g")
-        return short if float(short) == value else repr(value)
+        return NumberText(short if float(short) == value else repr(value))
     if isinstance(cell, datetime.date | datetime.time):
-        return cell.isoformat()
+        return NumberText(cell.isoformat())
     raise ValueError(
         f"expected numbers, text, true or false, dates or missing cells in column {name!r}, got "
         f"{type(cell).__name__}; convert it or leave the column out."

@@ -25,13 +25,17 @@ import numpy as np
 from mirrordp import _validate
 from mirrordp._versions import VERSION
 from mirrordp.tables.columns import (
+    MISSING,
     CategoryColumn,
     ClassTarget,
     Column,
+    DateColumn,
     NumberColumn,
     Tally,
+    moment,
     number,
     number_text,
+    numbers,
 )
 from mirrordp.tables.files import Cells, Table, TableError
 from mirrordp.tables.fitting import TableModel
@@ -217,7 +221,7 @@ def _cell(column: Column, row: dict[str, Any]) -> Any:
         if value is None:
             return math.nan
         try:
-            found = float(value) if is_number else number(value) if type(value) is str else None
+            found = float(value) if is_number else _read(column, value)
         except OverflowError:
             found = math.inf
         if found is None:
@@ -225,6 +229,8 @@ def _cell(column: Column, row: dict[str, Any]) -> Any:
         if math.isinf(found):
             raise ValueError("expected a finite number, got one beyond float64")
         return found
+    if isinstance(column, DateColumn):
+        return _date(column, value)
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, bool):
@@ -238,6 +244,22 @@ def _cell(column: Column, row: dict[str, Any]) -> Any:
         return number_text(float(value))
     except OverflowError:
         return str(value)
+
+
+def _read(column: NumberColumn, value: Any) -> float | None:
+    """Returns the number that a text holds, with the separators of the column."""
+    if not isinstance(value, str):
+        return None
+    (found,), (is_text,) = numbers([value], column.decimal, column.thousands)
+    return None if is_text else float(found)
+
+
+def _date(column: DateColumn, value: Any) -> str:
+    if value is None or (isinstance(value, str) and value.strip() in MISSING):
+        return ""
+    if not isinstance(value, str) or moment(value, column.date_format) is None:
+        raise ValueError(f"expected a date ({column.date_format}) or null, got {_kind(value)}")
+    return value
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,104 @@
+"""Noticing rows that were transformed by rules that come from private rows.
+
+A `Pipeline` fits its steps to the private rows and transforms X, but not X_public. Whatever a step
+has learned (means, scales, categories, components) is then released without noise, as part of the
+pipeline and through its predictions, and the estimator compares rows in two different units. There
+are two ways to notice. Who called `fit` is certain: a Pipeline, or another meta-estimator of
+scikit-learn that transforms what it passes on, is on the stack, and its steps say whether they
+learn. Without a Pipeline, the rows themselves tell of a `StandardScaler`: columns whose mean is
+zero and whose deviation is one to six digits were standardised by their own moments.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.frozen import FrozenEstimator
+from sklearn.pipeline import FeatureUnion, Pipeline
+
+from mirrordp.data import UNPROTECTED
+
+_SAFE_WAY = (
+    "Fit it on public rows and freeze it: step.fit(X_public), then make_pipeline("
+    "sklearn.frozen.FrozenEstimator(step), model), and pass step.transform(X_public) as X_public. "
+    "Scaling needs no step: the estimators scale by public rows themselves. For data frames, "
+    "mirrordp.tables.PublicEncoder is such a step"
+)
+_EXACT = 1e-6
+_FEWEST_ROWS = 10
+
+
+def refuse_private_steps(estimator: BaseEstimator) -> None:
+    """Raises a ValueError if a Pipeline that is being fitted has steps that learn from its rows."""
+    for caller in _callers(estimator):
+        if isinstance(caller, TransformedTargetRegressor):
+            steps = [("transformer", caller.transformer)]
+        else:
+            steps = caller.steps[:-1]
+        for name, step in steps:
+            if _learns(step):
+                raise ValueError(
+                    f"{type(estimator).__name__} must be given rows that were transformed by "
+                    f"rules from public rows, got a {type(caller).__name__} that has fitted its "
+                    f"step {name!r} to the private rows, without noise, and left X_public as it "
+                    f"was. {_SAFE_WAY}."
+                )
+
+
+def _callers(estimator: BaseEstimator) -> Iterator[Any]:
+    """Yields the meta-estimators on the stack that transform the rows of this estimator."""
+    inner: Any = estimator
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name.startswith("fit") else None
+        is_last = isinstance(caller, Pipeline) and caller.steps[-1][1] is inner
+        if is_last or isinstance(caller, TransformedTargetRegressor):
+            yield caller
+            inner = caller
+        frame = frame.f_back
+
+
+def _learns(step: Any) -> bool:
+    """Returns whether fitting a step makes it depend on the rows that it is fitted to."""
+    if step is None or isinstance(step, str | FrozenEstimator):
+        return False
+    if isinstance(step, Pipeline):
+        return any(_learns(part) for _, part in step.steps)
+    if isinstance(step, FeatureUnion):
+        return any(_learns(part) for _, part in step.transformer_list)
+    if isinstance(step, ColumnTransformer):
+        return any(_learns(part) for _, part, _ in step.transformers)
+    tags = getattr(step, "__sklearn_tags__", None)
+    return tags is None or tags().requires_fit
+
+
+def refuse_private_moments(rows: np.ndarray) -> None:
+    """Raises a ValueError if all columns were standardised by their own mean and deviation.
+
+    No other table looks like this: with n rows the moments of a sample differ by about 1/√n from
+    those of any other. Columns of one or two values are left out of account, because a balanced ±1
+    has these moments too.
+    """
+    if len(rows) < _FEWEST_ROWS:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        centred = np.abs(rows.mean(axis=0)) < _EXACT
+        if not centred.any():
+            return
+        columns = list(rows.T)
+        varied = [column for column in columns if not _has_two_values(column)]
+        exact = [abs(column.mean()) < _EXACT > abs(column.std() - 1) for column in varied]
+    if varied and all(exact):
+        raise ValueError(
+            "X must not be scaled by what private rows say, got columns whose means are zero and "
+            "whose deviations are one to six digits, as a StandardScaler leaves the rows that it "
+            "was fitted to. Its means and scales would be released without noise. Pass the rows as "
+            f"they are, or scale them by public rows: scaler.fit(X_public). {UNPROTECTED}"
+        )
+
+
+def _has_two_values(column: np.ndarray) -> bool:
+    return bool(np.logical_or(column == column.min(), column == column.max()).all())

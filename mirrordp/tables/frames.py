@@ -1,0 +1,183 @@
+"""Data frames as tables: pandas, polars, pyarrow and whatever else narwhals knows come in.
+
+A frame has one type per column, and one row can decide it: a gap makes integers floats, and a word
+makes objects of all numbers. Cells are therefore read so that each means the same in either column,
+as in files: a number is a number, true and false are words, and a time is a time.
+"""
+
+import datetime
+import decimal
+import fractions
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import narwhals
+import numpy as np
+
+from mirrordp.tables.files import (
+    Cells,
+    NumberText,
+    Table,
+    TableError,
+    mark,
+    seconds_of,
+    temporal_cells,
+)
+
+_NUMBER = (numbers.Number, decimal.Decimal, fractions.Fraction)
+_NESTED = ("List", "Array", "Struct", "Binary")
+
+
+class FrameTable(NamedTuple):
+    """The rows of a frame as a `Table`, and its columns of a categorical type."""
+
+    table: Table
+    categorical: tuple[str, ...]
+
+
+def is_frame(rows: Any) -> bool:
+    """Returns whether the rows are a data frame."""
+    return _frame(rows) is not None
+
+
+def _frame(rows: Any) -> Any:
+    if isinstance(rows, np.ndarray | list | tuple):
+        return None
+    try:
+        found = narwhals.from_native(rows, eager_only=True, pass_through=True)
+    except (TypeError, ValueError):  # Lazy frames, and those in which two columns have one name.
+        return None
+    return found if isinstance(found, narwhals.DataFrame) else None
+
+
+def names_of(rows: Any) -> list[str]:
+    """Returns the names of the columns of a frame."""
+    return [str(name) for name in _frame(rows).columns]
+
+
+def needs_encoding(rows: Any) -> str | None:
+    """Returns what a frame holds besides numbers and true or false, or None if that is all."""
+    frame = _frame(rows)
+    for series in () if frame is None else frame.iter_columns():
+        kind = series.dtype
+        if kind.is_numeric() or kind == narwhals.Boolean:
+            # An infinite number is left to the estimators, which refuse it.
+            if series.is_null().any() or (kind.is_float() and series.is_nan().any()):
+                return "missing values"
+        elif kind in (narwhals.Object, narwhals.Unknown):
+            cells = series.to_list()
+            if not all(isinstance(cell, _NUMBER) and cell == cell for cell in cells):
+                return "missing values" if all(map(_is_number_or_gap, cells)) else "text"
+        else:
+            return "dates or durations" if kind.is_temporal() else "text"
+    return None
+
+
+def foreign_type(rows: Any) -> str | None:
+    """Returns what columns of other types than numbers and objects hold, or None if none does.
+
+    No cell is looked at: a column of objects may hold numbers alone.
+    """
+    for series in _frame(rows).iter_columns():
+        kind = series.dtype
+        numeric = kind.is_numeric() or kind == narwhals.Boolean
+        if not numeric and kind not in (narwhals.Object, narwhals.Unknown):
+            return "dates or durations" if kind.is_temporal() else "text"
+    return None
+
+
+def _is_number_or_gap(cell: Any) -> bool:
+    return isinstance(cell, _NUMBER) or _text(cell) == ""
+
+
+def table_of(rows: Any, source: str, *, private: bool) -> FrameTable:
+    """Returns a frame, or an array whose columns are called x0, x1, ..., as a table.
+
+    Args:
+        rows: the frame or array.
+        source: its name, for messages.
+        private: whether messages about it need the mark `UNPROTECTED`.
+
+    Raises:
+        TableError: if two names are the same as text.
+    """
+    if isinstance(rows, np.ndarray):
+        return FrameTable(
+            Table(source, {f"x{i}": _array_cells(column) for i, column in enumerate(rows.T)}), ()
+        )
+    series = list(_frame(rows).iter_columns())
+    names = [str(column.name) for column in series]
+    if len(set(names)) < len(names):
+        raise TableError(
+            f"{mark(private)}expected different column names in {source}, got two that are the "
+            "same; rename one."
+        )
+    columns: dict[str, Cells] = {}
+    unreadable: dict[str, str] = {}
+    categorical = []
+    for name, column in zip(names, series, strict=True):
+        kind = column.dtype
+        if type(kind).__name__ in _NESTED:
+            unreadable[name] = type(kind).__name__.lower()
+            continue
+        columns[name] = _cells(column)
+        if kind in (narwhals.Categorical, narwhals.Enum):
+            categorical.append(name)
+    return FrameTable(Table(source, columns, unreadable), tuple(categorical))
+
+
+def _array_cells(column: np.ndarray) -> Cells:
+    return tuple(map(_text, column.tolist())) if column.dtype == object else column.astype(float)
+
+
+def _cells(series: Any) -> Cells:
+    kind = series.dtype
+    if kind == narwhals.Decimal:
+        exact = (math.nan if value is None else float(value) for value in series.to_list())
+        return np.fromiter(exact, np.float64, len(series))
+    if kind.is_numeric():
+        return np.asarray(series.cast(narwhals.Float64).to_numpy(), np.float64)
+    if kind == narwhals.Datetime:
+        if kind.time_zone is not None:
+            series = series.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
+        return temporal_cells(series.to_numpy())
+    if kind == narwhals.Duration or kind == narwhals.Date:
+        values = series.to_numpy()
+        if values.dtype.kind in "mM":
+            return temporal_cells(values)
+    return tuple(map(_text, series.to_list()))
+
+
+def _text(cell: Any) -> str:
+    """Returns one cell as it would stand in a file; a cell of an unknown type is text."""
+    if cell is None or type(cell).__name__ in ("NAType", "NaTType"):
+        return ""
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, bool | np.bool_):
+        return "true" if cell else "false"
+    if isinstance(cell, datetime.datetime):
+        if cell.tzinfo is not None:
+            cell = cell.astimezone(datetime.UTC).replace(tzinfo=None)
+        return NumberText(cell.isoformat())
+    if isinstance(cell, datetime.date):
+        return NumberText(cell.isoformat())
+    if isinstance(cell, datetime.timedelta):
+        cell = cell.total_seconds()
+    if isinstance(cell, datetime.time):
+        cell = seconds_of(cell)
+    if isinstance(cell, _NUMBER):
+        return _number_text(cell)
+    return f"<{type(cell).__name__}>"
+
+
+def _number_text(cell: Any) -> str:
+    try:
+        value = float(cell)
+    except (TypeError, ValueError, OverflowError):
+        return f"<{type(cell).__name__}>"
+    if not math.isfinite(value):
+        return ""
+    # The name of a category or class is 1, not 1.0, as for columns that are all numbers.
+    return NumberText(int(value) if value.is_integer() and abs(value) < 1e15 else repr(value))

@@ -1,0 +1,384 @@
+"""Data frames: what the estimators and `PublicEncoder` make of them, and what they refuse."""
+
+import datetime
+import pickle
+import warnings
+
+import numpy as np
+import pandas
+import polars
+import pytest
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor, make_column_transformer
+from sklearn.decomposition import PCA
+from sklearn.frozen import FrozenEstimator
+from sklearn.pipeline import make_pipeline, make_union
+from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.linear import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivatePoissonRegressor,
+)
+from mirrordp.linear.descent import private_descent
+from mirrordp.tables import PublicEncoder, TableError, learn_encoding, read_table
+from mirrordp.tables.frames import needs_encoding, table_of
+from tests import remembered
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:this is one of [0-9]+ private fits:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _few_computations(monkeypatch):
+    remembered.accounts(monkeypatch)
+    remembered.plans(monkeypatch)
+
+
+def draw(rows, seed=0):
+    """A frame of every kind of column, and a target that follows from all of them."""
+    rng = np.random.default_rng(seed)
+    size = rng.normal(10, 2, rows)
+    colour = rng.choice(["red", "blue", "green"], rows)
+    member = rng.random(rows) < 0.5
+    when = np.datetime64("2023-01-01T00", "us") + rng.integers(0, 8760, rows) * np.timedelta64(
+        1, "h"
+    )
+    code = rng.choice([101, 205, 310], rows)
+    weekend = (when.astype("M8[D]").astype(int) + 3) % 7 >= 5
+    y = size / 2 + 2 * (colour == "red") - member + weekend + 2 * (code == 205)
+    frame = pandas.DataFrame(
+        {
+            "size": np.where(rng.random(rows) < 0.1, np.nan, size),
+            "colour": pandas.Series(colour).where(rng.random(rows) > 0.1),
+            "member": member,
+            "when": when,
+            "code": pandas.Categorical(code),
+        }
+    )
+    return frame, y + 0.1 * rng.normal(size=rows)
+
+
+def as_polars(frame):
+    return polars.from_pandas(frame.astype({"code": str})).with_columns(
+        polars.col("code").cast(polars.Categorical)
+    )
+
+
+def fitted(frame, y, public, y_public, estimator=None):
+    estimator = estimator or PrivateLinearRegression(5.0, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        return estimator.fit(frame, y, public, y_public)
+
+
+@pytest.mark.filterwarnings("ignore:column:UserWarning")
+class TestEstimators:
+    def test_frames_of_pandas_polars_and_arrow_are_the_same_rows(self):
+        (x, y), (public, y_public), (test, y_test) = draw(800), draw(200, 1), draw(200, 2)
+        first = fitted(x, y, public, y_public)
+        assert first.score(test, y_test) > 0.9
+        second = fitted(as_polars(x), y, as_polars(public), polars.Series(y_public))
+        np.testing.assert_array_equal(first.coef_, second.coef_)
+        third = fitted(as_polars(x).to_arrow(), y, as_polars(public).to_arrow(), y_public)
+        np.testing.assert_array_equal(first.coef_, third.coef_)
+        np.testing.assert_array_equal(first.predict(test), second.predict(as_polars(test)))
+        assert first.feature_names_in_.tolist() == list(x.columns)
+        assert first.n_features_in_ == 5
+        assert first.coef_.shape == (len(first.encoding_.features),)
+        assert {"colour=red", "member=true", "code=205"} < set(first.encoding_.features)
+
+    def test_the_encoding_is_that_of_files(self, tmp_path):
+        x, y = draw(200)
+        path = tmp_path / "public.csv"
+        x.assign(y=y).to_csv(path, index=False)
+        # A file has no categorical type, and pandas writes True where Arrow writes true.
+        path.write_text(path.read_text().replace("True", "true").replace("False", "false"))
+        table = read_table(path)
+        learned = learn_encoding(table, target="y", task="regression", categorical=["code"])
+        encoder = PublicEncoder().fit(x)
+        assert encoder.encoding_.columns == learned.encoding.columns
+        np.testing.assert_array_equal(encoder.transform(x), learned.encoding.encode_features(table))
+
+    @pytest.mark.parametrize("library", ["pandas", "polars"])
+    def test_numbers_alone_are_not_encoded(self, library, monkeypatch):
+        """Bit for bit: what the descent gets from a frame is what it gets from its numbers."""
+        seen = []
+
+        def record(family, theta, rows, mechanism, **options):
+            seen.append(rows.features.tobytes())
+            return private_descent(family, theta, rows, mechanism, **options)
+
+        monkeypatch.setattr("mirrordp.linear.descent.private_descent", record)
+        rng = np.random.default_rng(0)
+        numbers = {"a": rng.normal(size=260), "b": rng.integers(9, size=260), "c": rng.random(260)}
+        numbers["d"] = rng.random(260) < 0.5
+        y = numbers["a"] + numbers["b"] + rng.normal(size=260)
+        frame = pandas.DataFrame(numbers)
+        array = frame.to_numpy(np.float64)
+        rows = frame if library == "pandas" else polars.DataFrame(numbers)
+        fits = [fitted(one[:200], y[:200], one[200:], y[200:]) for one in (array, rows)]
+        assert fits[1].encoding_ is None
+        assert fits[0].coef_.tobytes() == fits[1].coef_.tobytes()
+        assert seen[0] == seen[1]
+
+    def test_classes_and_counts(self):
+        (x, y), (public, y_public), (test, y_test) = draw(800), draw(200, 1), draw(200, 2)
+        labels = [np.where(target > 5, "high", "low") for target in (y, y_public, y_test)]
+        model = PrivateLogisticRegression(5.0, random_state=0)
+        fitted(x, pandas.Series(labels[0]), public, pandas.Series(labels[1]), model)
+        assert model.score(test, labels[2]) > 0.8
+        assert model.predict_proba(test).shape == (200, 2)
+        counts = [np.round(np.abs(target)) for target in (y, y_public)]
+        model = fitted(
+            x, counts[0], public, counts[1], PrivatePoissonRegressor(5.0, random_state=0)
+        )
+        assert (model.predict(test) > 0).all()
+
+    def test_columns_are_found_by_name(self):
+        (x, y), (public, y_public), (test, _) = draw(300), draw(100, 1), draw(50, 2)
+        first = fitted(x, y, public, y_public)
+        second = fitted(x[x.columns[::-1]], y, public, y_public)
+        np.testing.assert_array_equal(first.coef_, second.coef_)
+        expected = first.predict(test)
+        np.testing.assert_array_equal(first.predict(test[test.columns[::-1]]), expected)
+        np.testing.assert_array_equal(first.predict(test.assign(more=1)), expected)
+        with pytest.raises(TableError, match="expected column 'when' in 'X'"):
+            first.predict(test.drop(columns="when"))
+        with pytest.raises(ValueError, match="X must be a data frame with the columns 'size'"):
+            first.predict(test.to_numpy())
+        with pytest.warns(UnprotectedWarning) as caught:
+            PrivateLinearRegression(5.0, random_state=0).fit(x.assign(more=1), y, public, y_public)
+        assert any("'more' of X are not in X_public" in str(w.message) for w in caught)
+
+    def test_what_public_rows_do_not_cover_is_counted(self):
+        (x, y), (public, y_public) = draw(300), draw(100, 1)
+        x.loc[:2, "size"], x.loc[:4, "colour"] = 1000.0, "secret"
+        with pytest.warns(UnprotectedWarning, match="column 'colour': 5 of") as caught:
+            model = PrivateLinearRegression(5.0, random_state=0).fit(x, y, public, y_public)
+        assert all(str(w.message).startswith(UNPROTECTED) for w in caught)
+        assert not any("secret" in str(w.message) or "1000" in str(w.message) for w in caught)
+        assert model.unprotected_cells_["colour"].endswith("treated as unknown")
+        assert "moved to its ends" in model.unprotected_cells_["size"]
+        assert "moved to its ends" not in str(model.privacy_.to_dict())
+        stored = pickle.loads(pickle.dumps(model))
+        assert stored.unprotected_cells_ == {}, "counts of private cells leave with no model"
+        with pytest.warns(UserWarning, match="column 'colour': 5 of") as caught:
+            predicted = model.predict(x)
+        assert not any(UNPROTECTED in str(w.message) for w in caught)
+        np.testing.assert_array_equal(stored.predict(x), predicted)
+
+    def test_no_public_rows(self):
+        x, y = draw(50)
+        for frame in (x, as_polars(x)):
+            for names in (["colour"], ["when"], ["code"], list(x.columns)):
+                with pytest.raises(ValueError, match=r"Pass public rows .*PublicEncoder") as error:
+                    PrivateLinearRegression().fit(frame[names], y)
+                assert UNPROTECTED in str(error.value)
+            with pytest.raises(ValueError, match="must be finite"):
+                PrivateLinearRegression(row_norm_bound=1.0).fit(frame[["size"]], y)
+
+    def test_public_numbers_and_private_text(self):
+        """If the private frame could ask for an encoding, one row would change all others."""
+        (x, y), (public, y_public) = draw(50), draw(60, 1)
+        with pytest.raises(ValueError, match="X must hold numbers, got text") as error:
+            PrivateLinearRegression().fit(x[["colour"]], y, public[["member"]], y_public)
+        assert UNPROTECTED in str(error.value)
+        with pytest.raises(ValueError, match="X_public must hold numbers as X does, got"):
+            PrivateLinearRegression().fit(x[["member"]].to_numpy(), y, public, y_public)
+
+    def test_no_column_varies(self):
+        x, y = draw(50)
+        with pytest.raises(ValueError, match="must have a column that varies"):
+            PrivateLinearRegression().fit(x, y, x[["colour"]].assign(colour="red")[:20], y[:20])
+
+
+ODD = ("text", None, True, 7, 0.1, datetime.datetime(2024, 2, 1), datetime.date(2024, 2, 1))
+
+
+@pytest.mark.parametrize("column", ["size", "colour", "member", "when"])
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_one_odd_cell_changes_no_other_row(column, odd):
+    """pandas makes a column of objects of it; every other cell must still mean the same."""
+    encoder = PublicEncoder().fit(draw(100, 1)[0])
+    x, _ = draw(50)
+    expected = encoder.transform(x)
+    cells = x[column].tolist()
+    cells[3] = odd
+    found = encoder.transform(x.assign(**{column: pandas.Series(cells, dtype=object)}))
+    np.testing.assert_array_equal(np.delete(found, 3, axis=0), np.delete(expected, 3, axis=0))
+    inferred = encoder.transform(x.assign(**{column: pandas.Series(cells)}))
+    np.testing.assert_array_equal(inferred, found)
+
+
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_numbers_among_texts_with_commas_are_numbers():
+    public = pandas.DataFrame({"price": ["1,5", "2,5", "1.000", "7"]})
+    encoder = PublicEncoder(decimal=",", thousands=".").fit(public)
+    numbers = pandas.DataFrame({"price": [1.5, 2.5, 1000.0, 7.0]})
+    np.testing.assert_array_equal(encoder.transform(numbers), encoder.transform(public))
+    mixed = pandas.DataFrame({"price": [1.5, "2,5", "1.000", 7]})
+    np.testing.assert_array_equal(encoder.transform(mixed), encoder.transform(public))
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        ([1, 2], None),
+        ([True, False], None),
+        ([1.5, np.inf], None),
+        (np.array([1, 2.5], object), None),
+        ([1.5, np.nan], "missing values"),
+        (np.array([1, None], object), "missing values"),
+        (pandas.array([1, None], "Int64"), "missing values"),
+        (["a", "b"], "text"),
+        (np.array([1, "b"], object), "text"),
+        (pandas.Categorical([1, 2]), "text"),
+        (pandas.to_datetime(["2020-01-01", "2020-01-02"]), "dates or durations"),
+    ],
+)
+def test_what_needs_an_encoding(column, what):
+    assert needs_encoding(pandas.DataFrame({"a": column})) == what
+
+
+def test_columns_of_the_same_name_and_of_lists():
+    twice = pandas.DataFrame([[1, 2]], columns=[1, "1"])
+    with pytest.raises(TableError, match="different column names"):
+        table_of(twice, "X", private=True)
+    lists = polars.DataFrame({"a": [[1], [2]], "b": ["x", "y"], "c": [1, 2]})
+    encoder = PublicEncoder().fit(lists)
+    assert encoder.left_out_["a"] == "it holds list, which no feature can be made of"
+    assert encoder.get_feature_names_out().tolist() == ["c"]
+
+
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+class TestPublicEncoder:
+    def test_scikit_learn(self):
+        check_estimator(PublicEncoder(), on_skip=None)
+
+    @pytest.mark.parametrize("library", ["pandas", "polars"])
+    def test_output_frames(self, library):
+        x, _ = draw(60)
+        encoder = PublicEncoder(ignore=["when"]).set_output(transform=library).fit(x)
+        found = encoder.transform(x)
+        assert list(found.columns) == encoder.get_feature_names_out().tolist()
+        assert not any("when" in name for name in found.columns)
+
+    def test_inside_other_transformers(self):
+        x, _ = draw(60)
+        encoder = FrozenEstimator(PublicEncoder().fit(x[["colour", "code"]]))
+        both = make_column_transformer((encoder, ["colour", "code"]), ("passthrough", ["member"]))
+        found = both.fit(x).transform(x)
+        assert found.shape == (60, encoder.transform(x).shape[1] + 1)
+        names = both.get_feature_names_out().tolist()
+        assert names[0] == "frozenestimator__colour=blue"
+
+    @pytest.mark.filterwarnings("ignore:column:UserWarning")
+    def test_in_a_pipeline(self):
+        (x, y), (public, y_public), (test, y_test) = draw(800), draw(200, 1), draw(200, 2)
+        encoder = PublicEncoder().fit(public)
+        model = PrivateLinearRegression(5.0, random_state=0)
+        pipeline = make_pipeline(FrozenEstimator(encoder), model)
+        pipeline.fit(
+            x,
+            y,
+            privatelinearregression__X_public=encoder.transform(public),
+            privatelinearregression__y_public=y_public,
+        )
+        direct = fitted(x, y, public, y_public)
+        assert pipeline.score(test, y_test) == pytest.approx(direct.score(test, y_test))
+
+    def test_arrays_that_cannot_be_read_cell_by_cell(self):
+        for kind in ("U3", "M8[D]", "m8[s]"):
+            with pytest.raises(ValueError, match="Pass a data frame"):
+                PublicEncoder().fit(np.zeros((3, 1)).astype(int).astype(kind))
+
+
+def numbers(rows, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 3)) * [1, 5, 20] + [0, 30, 100]
+    return x, x @ [1.0, 0.2, 0.05] + rng.normal(size=rows)
+
+
+class TestPrivateSteps:
+    """A pipeline whose steps learn from private rows is refused, and no other."""
+
+    def fit(self, *steps, scaled=lambda x: x):
+        (x, y), (public, y_public) = numbers(200), numbers(60, 1)
+        pipeline = make_pipeline(*steps, PrivateLinearRegression(5.0, random_state=0))
+        return pipeline.fit(
+            x,
+            y,
+            privatelinearregression__X_public=scaled(public),
+            privatelinearregression__y_public=y_public,
+        )
+
+    @pytest.mark.parametrize(
+        "step",
+        [
+            StandardScaler(),
+            PCA(2),
+            make_union(Normalizer(), StandardScaler()),
+            ColumnTransformer([("scale", StandardScaler(), [0])], remainder="passthrough"),
+            make_pipeline(FunctionTransformer(), StandardScaler()),
+            PublicEncoder(),
+        ],
+        ids=lambda step: type(step).__name__,
+    )
+    def test_refused(self, step):
+        with pytest.raises(ValueError, match=r"fitted its step .*FrozenEstimator\(step\)"):
+            self.fit(step)
+        with pytest.raises(ValueError, match="fitted its step"):
+            make_pipeline(step, PrivateLinearRegression(row_norm_bound=1.0)).fit(*numbers(50))
+
+    def test_a_pipeline_around_a_pipeline(self):
+        inner = make_pipeline(FunctionTransformer(), PrivateLinearRegression(row_norm_bound=1.0))
+        with pytest.raises(ValueError, match="fitted its step 'standardscaler'"):
+            make_pipeline(StandardScaler(), inner).fit(*numbers(50))
+
+    def test_targets(self):
+        model = PrivateLinearRegression(row_norm_bound=1.0, random_state=0)
+        with pytest.raises(ValueError, match="fitted its step 'transformer'"):
+            TransformedTargetRegressor(model, transformer=StandardScaler()).fit(*numbers(50))
+        TransformedTargetRegressor(model, func=np.arcsinh, inverse_func=np.sinh).fit(*numbers(50))
+
+    def test_allowed(self):
+        public, _ = numbers(60, 1)
+        scaler = StandardScaler().fit(public)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnprotectedWarning)
+            self.fit()
+            self.fit("passthrough", FunctionTransformer())
+            self.fit(FunctionTransformer(np.arcsinh), scaled=np.arcsinh)
+            self.fit(FrozenEstimator(scaler), scaled=scaler.transform)
+            both = ColumnTransformer([("scale", FrozenEstimator(scaler), [0, 1, 2])])
+            self.fit(both, scaled=scaler.transform)
+
+    def test_a_search_around_a_pipeline_is_refused_as_well(self):
+        from sklearn.model_selection import GridSearchCV
+
+        model = make_pipeline(StandardScaler(), PrivateLinearRegression(row_norm_bound=1.0))
+        search = GridSearchCV(model, {"standardscaler__with_std": [True]}, error_score="raise")
+        with pytest.raises(ValueError, match="fitted its step 'standardscaler'"):
+            search.fit(*numbers(50))
+
+    def test_rows_scaled_by_their_own_moments(self):
+        (x, y), (public, y_public) = numbers(200), numbers(60, 1)
+        scaler = StandardScaler().fit(x)
+        for other in (public, scaler.transform(public)):
+            with pytest.raises(ValueError, match=r"must not be scaled .* scaler\.fit") as error:
+                PrivateLinearRegression(5.0).fit(scaler.transform(x), y, other, y_public)
+            assert UNPROTECTED in str(error.value)
+
+    def test_rows_scaled_by_public_or_all_rows_or_balanced_by_design(self):
+        (x, y), (public, y_public) = numbers(200), numbers(60, 1)
+        for seen in (public, np.concatenate([x, public])):
+            scaler = StandardScaler().fit(seen)
+            PrivateLinearRegression(5.0, random_state=0).fit(
+                scaler.transform(x), y, scaler.transform(public), y_public
+            )
+        signs = np.tile([[1.0, -1], [-1, 1], [1, 1], [-1, -1]], (50, 1))
+        PrivateLinearRegression(5.0, random_state=0).fit(signs, y, signs[:60], y_public)
