@@ -365,6 +365,7 @@ class TestPrivateSteps:
         with pytest.raises(ValueError, match="fitted its step 'standardscaler'"):
             search.fit(*numbers(50))
 
+    @pytest.mark.filterwarnings("ignore:.*most private values:mirrordp.data.UnprotectedWarning")
     def test_rows_scaled_by_their_own_moments(self):
         (x, y), (public, y_public) = numbers(200), numbers(60, 1)
         scaler = StandardScaler().fit(x)
