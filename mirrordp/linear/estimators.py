@@ -250,6 +250,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             problem = problem.without(~counts)
         if X_public is not None:
             assert problem.public_targets is not None
+            if frames is not None:
+                frames.offer_categories(problem.public_targets)
             problem = problem.without(
                 _inputs.copies(X, problem.targets, X_public, problem.public_targets)
             )
