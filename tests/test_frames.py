@@ -189,6 +189,19 @@ class TestEstimators:
         with pytest.raises(ValueError, match="X_public must hold numbers as X does, got"):
             PrivateLinearRegression().fit(x[["member"]].to_numpy(), y, public, y_public)
 
+    def test_codes_are_offered_as_categories(self):
+        rng = np.random.default_rng(0)
+        code = rng.choice([101, 205, 310, 417], 300)
+        frame = pandas.DataFrame({"code": code, "colour": rng.choice(["a", "b"], 300)})
+        y = np.where((code == 205) | (code == 417), 5.0, -5.0) + rng.normal(size=300)
+        offer = r"column 'code' in 'X_public' may be codes: .* frame.astype\({'code': 'category'}\)"
+        with pytest.warns(UserWarning, match=offer):
+            fitted(frame[:200], y[:200], frame[200:], y[200:])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*may be codes")
+            frame = frame.astype({"code": "category"})
+            fitted(frame[:200], y[:200], frame[200:], y[200:])
+
     def test_no_column_varies(self):
         x, y = draw(50)
         with pytest.raises(ValueError, match="must have a column that varies"):
@@ -323,6 +336,7 @@ class TestPrivateSteps:
             PCA(2),
             make_union(Normalizer(), StandardScaler()),
             ColumnTransformer([("scale", StandardScaler(), [0])], remainder="passthrough"),
+            ColumnTransformer([("as it is", "passthrough", [0])], remainder=StandardScaler()),
             make_pipeline(FunctionTransformer(), StandardScaler()),
             PublicEncoder(),
         ],
@@ -365,6 +379,7 @@ class TestPrivateSteps:
         with pytest.raises(ValueError, match="fitted its step 'standardscaler'"):
             search.fit(*numbers(50))
 
+    @pytest.mark.filterwarnings("ignore:.*most private values:mirrordp.data.UnprotectedWarning")
     def test_rows_scaled_by_their_own_moments(self):
         (x, y), (public, y_public) = numbers(200), numbers(60, 1)
         scaler = StandardScaler().fit(x)

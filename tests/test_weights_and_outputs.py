@@ -1,5 +1,6 @@
 """Weights, sparse rows, several outputs and ordered classes of the estimators."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -18,6 +19,7 @@ from mirrordp.linear import (
     PrivatePoissonRegressor,
     tuning,
 )
+from mirrordp.linear._planning import Scaling
 from mirrordp.linear.descent import ClippedSum, Rows, SparseRows
 from mirrordp.mirror.families import (
     CUMULATIVE,
@@ -108,6 +110,21 @@ class TestClippedSum:
             found, ClippedSum(SQUARED_ERROR, 0.5)(theta, dense), rtol=1e-9, atol=1e-9
         )
         assert max(block.features.nbytes for block in lazy.blocks()) <= 2**26
+        found = ClippedSum(SQUARED_ERROR, 0.5)(theta, Rows(matrix, targets, counts, weights))
+        dense = Rows(matrix.toarray(), targets, counts, weights)
+        np.testing.assert_allclose(
+            found, ClippedSum(SQUARED_ERROR, 0.5)(theta, dense), rtol=1e-9, atol=1e-9
+        )
+
+    def test_a_sparse_row_that_overflows_contributes_zero(self):
+        features, targets, theta = rows_of(SQUARED_ERROR)
+        expected = ClippedSum(SQUARED_ERROR, 0.5)(
+            theta, Rows(features, targets, np.arange(len(features)) != 3)
+        )
+        for value in (np.inf, np.nan, 1e200):
+            features[3, 1] = value
+            found = ClippedSum(SQUARED_ERROR, 0.5)(theta, Rows(sparse.csr_array(features), targets))
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -249,18 +266,35 @@ class TestClassWeights:
 
 class TestSparse:
     @pytest.mark.parametrize("make", [sparse.csr_array, sparse.csr_matrix, sparse.coo_array])
-    @pytest.mark.parametrize("method", ["exact", "dpsgd"])
-    def test_is_the_same_as_dense(self, make, method):
+    def test_is_the_same_as_dense(self, make):
         (x, y), (public, y_public) = draw(300), draw(100, 1)
         x, public = np.where(np.abs(x) < 1, 0, x), np.where(np.abs(public) < 1, 0, public)
-        dense = PrivateLogisticRegression(5.0, method=method, random_state=0).fit(
-            x, y, public, y_public
-        )
-        found = PrivateLogisticRegression(5.0, method=method, random_state=0).fit(
+        dense = PrivateLogisticRegression(5.0, random_state=0).fit(x, y, public, y_public)
+        found = PrivateLogisticRegression(5.0, random_state=0).fit(
             make(x), y, make(public), y_public
         )
         np.testing.assert_array_equal(found.coef_, dense.coef_)
         np.testing.assert_allclose(found.predict_proba(make(x)), dense.predict_proba(x))
+
+    @pytest.mark.parametrize("row_norm_bound", [None, 3.0])
+    @pytest.mark.parametrize("fit_intercept", [True, False])
+    def test_rows_that_stay_sparse_are_scaled_like_dense_ones(self, row_norm_bound, fit_intercept):
+        x, _ = draw(30)
+        scaling = Scaling.of(
+            x, intercept=fit_intercept, row_norm_bound=row_norm_bound, stays_sparse=True
+        )
+        basis = 0.3 * np.eye(3 + fit_intercept)
+        for each in (scaling, dataclasses.replace(scaling, basis=basis)):
+            np.testing.assert_allclose(each.sparsely(sparse.csr_array(x)).toarray(), each(x))
+        turned = dataclasses.replace(scaling, basis=basis + 0.1)
+        assert turned.sparsely(sparse.csr_array(x)) is None
+
+    def test_rows_that_stay_sparse_find_the_same_model(self):
+        (x, y), (public, y_public) = draw(3000), draw(300, 1)
+        model = PrivateLogisticRegression(PLENTY, method="dpsgd", random_state=0)
+        model.fit(sparse.csr_array(x), y, sparse.csr_array(public), y_public)
+        oracle = LogisticRegression(C=1e6).fit(x, y)
+        np.testing.assert_allclose(model.coef_, oracle.coef_, atol=0.1)
 
     def test_copies_of_public_rows_and_other_units_are_noticed(self):
         (x, y), (public, y_public) = draw(300), draw(100, 1)
@@ -281,20 +315,20 @@ class TestSparse:
                 sparse.csr_array(x * [1, 0, 1]), y, public + np.array([0, 100, 0]), y_public
             )
 
-    def test_rows_are_never_dense_all_at_once(self, monkeypatch):
-        """And many features leave out the change of coordinates by a full matrix."""
+    def test_many_features_stay_sparse(self, monkeypatch):
         rng = np.random.default_rng(0)
-        x = sparse.random_array((9000, 1200), density=0.002, rng=rng, format="csr")
-        y, largest = np.asarray(x.sum(axis=1)) + 0.1 * rng.normal(size=9000), []
+        x = sparse.random_array((900, 300), density=0.01, rng=rng, format="csr")
+        y, seen = np.asarray(x.sum(axis=1)) + 0.1 * rng.normal(size=900), []
         honest = ClippedSum._grains
         monkeypatch.setattr(
             ClippedSum,
             "_grains",
-            lambda self, theta, rows: largest.append(len(rows)) or honest(self, theta, rows),
+            lambda self, theta, rows: seen.append(rows.features) or honest(self, theta, rows),
         )
         model = PrivateLinearRegression(5.0, num_steps=2, learning_rate=0.1, random_state=0)
         model.fit(x, y, x[:50] * 1.5, y[:50] * 1.5)
-        assert 0 < max(largest) <= 4096
+        assert len(seen) == 2
+        assert all(sparse.issparse(features) for features in seen)
         assert model.privacy_.results["method"] == "warm DP-SGD"
 
     def test_gaps_are_refused(self):

@@ -28,9 +28,9 @@ from mirrordp.data import (
     refuse_private_rows,
 )
 from mirrordp.tables.encoding import FeatureEncoding
-from mirrordp.tables.files import listed
+from mirrordp.tables.files import Table, listed
 from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
-from mirrordp.tables.learning import learn_features
+from mirrordp.tables.learning import learn_features, likely_codes, maybe_codes
 from mirrordp.tables.transformer import encode_and_count, mention
 
 _SAFE_WAY = (
@@ -45,14 +45,24 @@ class EncodedFrames(NamedTuple):
     Attributes:
         X: the private features.
         X_public: the public features.
+        public: the public rows before.
         encoding: how both were made, learned from public rows.
         unprotected_cells: by column, how many private cells public rows do not cover.
     """
 
     X: np.ndarray
     X_public: np.ndarray
+    public: Table
     encoding: FeatureEncoding
     unprotected_cells: dict[str, str]
+
+    def offer_categories(self, outcomes: np.ndarray) -> None:
+        """Tells the operator of numbers that public rows and targets suggest to be codes."""
+        for name in likely_codes(self.public, self.encoding, outcomes):
+            warn(
+                f"{maybe_codes(name, self.public.source)}, make the column categorical in both "
+                f"frames: frame.astype({{{name!r}: 'category'}})."
+            )
 
 
 def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
@@ -85,7 +95,7 @@ def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
             UnprotectedWarning,
         )
     mention(unfamiliar, private=True)
-    return EncodedFrames(private, public, encoding, unfamiliar)
+    return EncodedFrames(private, public, found.table, encoding, unfamiliar)
 
 
 def encoded_rows(encoding: FeatureEncoding, X: Any) -> np.ndarray:

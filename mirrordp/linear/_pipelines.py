@@ -70,7 +70,8 @@ def _learns(step: Any) -> bool:
     if isinstance(step, FeatureUnion):
         return any(_learns(part) for _, part in step.transformer_list)
     if isinstance(step, ColumnTransformer):
-        return any(_learns(part) for _, part, _ in step.transformers)
+        parts = [step.remainder, *(part for _, part, _ in step.transformers)]
+        return any(map(_learns, parts))
     tags = getattr(step, "__sklearn_tags__", None)
     return tags is None or tags().requires_fit
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.sparse
 
 from mirrordp._warn import warn
 from mirrordp.linear import tuning
@@ -37,7 +38,9 @@ class Scaling:
     basis: np.ndarray | None = None
 
     @classmethod
-    def of(cls, x: np.ndarray, *, intercept: bool, row_norm_bound: float | None) -> "Scaling":
+    def of(
+        cls, x: np.ndarray, *, intercept: bool, row_norm_bound: float | None, stays_sparse: bool
+    ) -> "Scaling":
         """Takes public mean and standard deviation; an indicator is divided by its range instead.
 
         The ridge assumes that all coefficients have about one size. Effects of categories have it
@@ -45,7 +48,8 @@ class Scaling:
         standard deviation, a rare indicator would escape the ridge where public rows know least. A
         column that is constant on public rows becomes zero, because they do not tell its scale.
 
-        Without an intercept nothing is shifted, since only an intercept can undo the shift.
+        Without an intercept nothing is shifted, since only an intercept can undo the shift. Nothing
+        is either if rows shall stay sparse.
         """
         x = _bounded(x, row_norm_bound)
         shift = x.mean(axis=0) if intercept else np.zeros(x.shape[1])
@@ -57,6 +61,8 @@ class Scaling:
         if not intercept:
             constant &= deviation == 0
         factor = np.where(constant, 0.0, 1 / np.where(constant, 1.0, scale))
+        if stays_sparse:
+            shift = np.zeros(x.shape[1])
         return cls(shift, factor, intercept, row_norm_bound)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -65,6 +71,24 @@ class Scaling:
             if self.intercept:
                 scaled = np.column_stack([scaled, np.ones(len(x))])
             return scaled if self.basis is None else _times(scaled, self.basis)
+
+    def sparsely(self, x: Any) -> Any:
+        """Does the same to a CSR array and keeps it sparse, or returns None if that cannot be."""
+        basis = np.eye(len(self.factor) + self.intercept) if self.basis is None else self.basis
+        if self.shift.any() or not _is_diagonal(basis):
+            return None
+        diagonal = np.diag(basis)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.row_norm_bound is not None:
+                norms = np.sqrt(x.multiply(x).sum(axis=1))
+                bounds = self.row_norm_bound / np.maximum(norms, self.row_norm_bound)
+                x = scipy.sparse.dia_array((bounds[None], [0]), shape=(len(bounds),) * 2) @ x
+            factors = (self.factor * diagonal[: len(self.factor)])[None]
+            x = x @ scipy.sparse.dia_array((factors, [0]), shape=(len(self.factor),) * 2)
+        if self.intercept:
+            ones = np.full((x.shape[0], 1), diagonal[-1])
+            x = scipy.sparse.hstack([x, scipy.sparse.csr_array(ones)])
+        return scipy.sparse.csr_array(x)
 
     def original(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns coefficients (m, d) and intercepts (m,) for rows that are not scaled."""
@@ -78,10 +102,11 @@ class Scaling:
 
 def _times(rows: np.ndarray, basis: np.ndarray) -> np.ndarray:
     """Returns the product, which takes much less time if the basis is diagonal."""
-    diagonal = np.diag(basis)
-    if np.count_nonzero(basis) == np.count_nonzero(diagonal):
-        return rows * diagonal
-    return rows @ basis
+    return rows * np.diag(basis) if _is_diagonal(basis) else rows @ basis
+
+
+def _is_diagonal(basis: np.ndarray) -> bool:
+    return np.count_nonzero(basis) == np.count_nonzero(np.diag(basis))
 
 
 def _bounded(x: np.ndarray, row_norm_bound: float | None) -> np.ndarray:
@@ -118,6 +143,7 @@ def plan_warm(
     one_step_noise: float,
     given: Mapping[str, Any],
     weights: np.ndarray | None = None,
+    stays_sparse: bool = False,
 ) -> Plan:
     """Plans a descent that starts at the public optimum.
 
@@ -132,9 +158,12 @@ def plan_warm(
         one_step_noise: σ₁, see `tuning.choose_settings`.
         given: those of l2_clip_norm, num_steps and learning_rate that the caller has fixed.
         weights: the weights of public rows, if any.
+        stays_sparse: whether rows shall be scaled without a shift, which would fill them.
     """
     rng = np.random.default_rng(_PUBLIC_SEED)
-    scaling = Scaling.of(x, intercept=intercept, row_norm_bound=row_norm_bound)
+    scaling = Scaling.of(
+        x, intercept=intercept, row_norm_bound=row_norm_bound, stays_sparse=stays_sparse
+    )
     rows = Rows(scaling(x), targets, weights=weights)
     penalized = np.arange(rows.features.shape[1]) < x.shape[1]
     public = PublicObjective.cross_validated(

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse import issparse
 
 from mirrordp import _validate
 from mirrordp.mirror.families import Family
@@ -46,8 +47,9 @@ class Rows:
     """Scaled rows and their targets.
 
     Attributes:
-        features: U, shape (n, d), with the column of an intercept. A row that overflowed is
-            replaced by zeros and does not count, since zero times infinity would spoil every sum.
+        features: U, shape (n, d), with the column of an intercept; for private rows also a CSR
+            array. A row that overflowed is replaced by zeros and does not count, since zero times
+            infinity would spoil every sum.
         targets: Y, shape (n, m).
         counts: a mask of the rows that take part; the others have gradient zero. None stands for
             all rows.
@@ -55,20 +57,33 @@ class Rows:
             clipped. None stands for ones.
     """
 
-    features: np.ndarray
+    features: Any
     targets: np.ndarray
     counts: np.ndarray | None = None
     weights: np.ndarray | None = None
 
     def __post_init__(self):
-        finite = np.asarray(np.isfinite(self.features).all(axis=1))
-        if not finite.all():
-            counts = finite if self.counts is None else self.counts & finite
-            object.__setattr__(self, "counts", counts)
-            object.__setattr__(self, "features", np.where(finite[:, None], self.features, 0.0))
+        if issparse(self.features):
+            finite = np.ones(len(self), bool)
+            lengths = np.diff(self.features.indptr)
+            row_of = np.repeat(np.arange(len(self)), lengths)
+            finite[row_of[~np.isfinite(self.features.data)]] = False
+        else:
+            row_of = None
+            finite = np.asarray(np.isfinite(self.features).all(axis=1))
+        if finite.all():
+            return
+        counts = finite if self.counts is None else self.counts & finite
+        object.__setattr__(self, "counts", counts)
+        if row_of is None:
+            features = np.where(finite[:, None], self.features, 0.0)
+        else:
+            features = self.features.copy()
+            features.data = np.where(finite[row_of], features.data, 0.0)
+        object.__setattr__(self, "features", features)
 
     def __len__(self) -> int:
-        return len(self.features)
+        return self.features.shape[0]
 
     def take(self, rows: np.ndarray) -> "Rows":
         """Returns some of the rows."""
@@ -86,6 +101,8 @@ class Rows:
     def norms(self) -> np.ndarray:
         """The norms ‖u_i‖."""
         with np.errstate(over="ignore"):
+            if issparse(self.features):
+                return np.sqrt(self.features.multiply(self.features).sum(axis=1))
             return np.linalg.norm(self.features, axis=1)
 
 

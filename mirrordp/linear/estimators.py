@@ -54,7 +54,7 @@ from mirrordp.training.checkpoint import Checkpoint
 from mirrordp.training.engine import randomness
 
 METHODS = ("auto", "exact", "dpsgd")
-# Sparse rows change coordinates anew in every step, which by a full matrix takes minutes here.
+# In the coordinates of the Hessian rows are dense, and made so anew in every step.
 _WIDEST_SPARSE = 200
 # Settings that a caller may have chosen by looking at private rows.
 _SETTINGS = (
@@ -250,6 +250,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             problem = problem.without(~counts)
         if X_public is not None:
             assert problem.public_targets is not None
+            if frames is not None:
+                frames.offer_categories(problem.public_targets)
             problem = problem.without(
                 _inputs.copies(X, problem.targets, X_public, problem.public_targets)
             )
@@ -266,10 +268,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
             others = (problem.targets, problem.counts, problem.weights)
-            if issparse(X):
-                rows = SparseRows(X, plan.scaling, *others)
-            else:
+            if not issparse(X):
                 rows = Rows(plan.scaling(X), *others)
+            elif (features := plan.scaling.sparsely(X)) is not None:
+                rows = Rows(features, *others)
+            else:
+                rows = SparseRows(X, plan.scaling, *others)
             theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
         self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
         if X_public is not None:
@@ -412,6 +416,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if problem.public_weights is not None:
             options = {**options, "weights": problem.public_weights}
         follows_hessian = self._follows_hessian(width, issparse(private))
+        if issparse(private) and not follows_hessian:
+            options = {**options, "stays_sparse": True}
         return plan_warm(problem.family, x, targets, follows_hessian=follows_hessian, **options)
 
     def _descend(
@@ -436,10 +442,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             parameters = self.get_params() | {"random_state": None}
             counts = () if rows.counts is None else rows.counts
             weights = () if rows.weights is None else (rows.weights,)
-            if isinstance(rows, SparseRows):
-                features: Any = (rows.matrix.data, rows.matrix.indices, rows.matrix.indptr)
-            else:
-                features = rows.features
+            features: Any = rows.matrix if isinstance(rows, SparseRows) else rows.features
+            if issparse(features):
+                features = (features.data, features.indices, features.indptr)
             return {
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},

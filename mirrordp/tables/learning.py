@@ -213,27 +213,42 @@ def _learn_columns(
 
 
 def _offer_categories(public: Table, encoding: TableEncoding) -> None:
-    """Tells the operator of numbers that public rows suggest to be codes.
+    """Tells the operator of numbers that public rows suggest to be codes."""
+    outcomes, _ = encoding.target.encode(public.columns[encoding.target.name], Tally())
+    if isinstance(encoding.target, ClassTarget):
+        outcomes = np.eye(len(encoding.target.classes))[outcomes]
+    for name in likely_codes(public, encoding, outcomes.reshape(len(public), -1)):
+        warn(f"{maybe_codes(name, public.source)}, add --categorical {name}.")
+
+
+def maybe_codes(name: str, source: str) -> str:
+    """Returns the beginning of a message about a column of numbers that may be codes."""
+    return (
+        f"the whole numbers of column {name!r} in {source!r} may be codes: public rows suggest "
+        "that the target does not rise or fall with them; to give each a feature of its own"
+    )
+
+
+def likely_codes(public: Table, encoding: FeatureEncoding, outcomes: np.ndarray) -> list[str]:
+    """Returns the columns of numbers that public rows suggest to be codes of categories.
 
     These are columns of a few whole numbers, each in several rows, whose groups explain clearly
     more of the target than a line through them does, by an F test on public rows.
+
+    Args:
+        public: the public rows.
+        encoding: their encoding.
+        outcomes: their targets as numbers, shape (rows, m).
     """
-    target, _ = encoding.target.encode(public.columns[encoding.target.name], Tally())
-    if isinstance(encoding.target, ClassTarget):
-        outcomes = np.eye(len(encoding.target.classes))[target]
-    else:
-        outcomes = target[:, None]
+    found = []
     for column in encoding.columns:
-        if not isinstance(column, NumberColumn):
-            continue
-        values, _ = numbers(public.columns[column.name], column.decimal, column.thousands)
-        filled = ~np.isnan(values)
-        if _groups_matter(values[filled], outcomes[filled]):
-            warn(
-                f"the whole numbers of column {column.name!r} in {public.source!r} may be codes: "
-                "public rows suggest that the target does not rise or fall with them; to give each "
-                f"a feature of its own, add --categorical {column.name}.",
-            )
+        if isinstance(column, NumberColumn):
+            cells = public.columns[column.name]
+            values, _ = numbers(cells, column.decimal, column.thousands)
+            filled = ~np.isnan(values)
+            if _groups_matter(values[filled], outcomes[filled]):
+                found.append(column.name)
+    return found
 
 
 def _groups_matter(values: np.ndarray, outcomes: np.ndarray) -> bool:
