@@ -479,7 +479,7 @@ def sums(monkeypatch):
             found.append((clipped_sum, self.mechanism))
             return clipped_sum
 
-    monkeypatch.setattr(descent, "_NoiseStream", NoNoise)
+    monkeypatch.setattr(descent, "NoiseStream", NoNoise)
     return found
 
 

@@ -430,7 +430,7 @@ class TestTraining:
         monkeypatch.setattr(SecureRandom, "rounded_gaussian", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(run())
-        add_noise = linear._NoiseStream(secure_descent(), 600, jax.random.key(0))
+        add_noise = linear.NoiseStream(secure_descent(), 600, jax.random.key(0))
         with pytest.raises(KeyboardInterrupt):
             add_noise(np.zeros(600))
 
@@ -465,7 +465,7 @@ class TestEstimators:
     def test_a_descent_adds_lattice_noise_of_the_stated_scale(self):
         """What the lattice costs was charged for σC: not for a lattice in other units."""
         mechanism = secure_descent(l2_clip_norm=0.7)
-        add_noise = linear._NoiseStream(mechanism, 600, jax.random.key(0))
+        add_noise = linear.NoiseStream(mechanism, 600, jax.random.key(0))
         sums = np.random.default_rng(0).normal(size=(60, 600))
         noisy = np.stack([add_noise(row) for row in sums])
         steps = noisy / mechanism.noise.granularity(mechanism.noise_stddev)

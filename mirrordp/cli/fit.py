@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 TASKS = ("regression", "classification", "count", "ordinal")
 RUN_SUFFIX = ".run"
+_MODELS = ("auto", "linear", "trees", "network")
 _METHODS = ("auto", "exact", "dpsgd")
 _TABLE = "CSV or Parquet"
 
@@ -107,6 +108,14 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also fit without protection, and show on standard error how well that does on test "
         "rows: for the operator only, never written",
+    )
+    parser.add_argument(
+        "--model",
+        type=one_of(*_MODELS),
+        default="auto",
+        metavar=f"{{{','.join(_MODELS)}}}",
+        help="linear, values of cells of columns and pairs of columns, or a small network "
+        "(default: auto, which rehearses all three on public rows, or is linear if these are few)",
     )
     parser.add_argument(
         "--method",
@@ -194,6 +203,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 epsilon=arguments.epsilon,
                 delta=arguments.delta,
                 allow_large_delta=arguments.allow_large_delta,
+                model=arguments.model,
                 method=arguments.method,
                 learning_rate=arguments.learning_rate or "auto",
                 secure=arguments.secure,
@@ -243,6 +253,7 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
             "noise": report.noise,
             "tuning": report.tuning,
             "task": model.task,
+            "model": model.scorer.kind,
             "target": arguments.target,
             "features": list(model.encoding.features),
             "left_out": dict(fitted.left_out),
@@ -259,8 +270,12 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         return
     print(
         f"Fitted {model.task} of {arguments.target!r} on {len(model.encoding.columns)} columns, "
-        f"{len(model.encoding.features)} features, in {report.charged_steps} noisy steps."
+        f"{len(model.encoding.features)} features, in {report.charged_steps} noisy steps "
+        f"(model: {model.scorer.kind})."
     )
+    if "rehearsal" in report.results:
+        losses = ", ".join(f"{k} {v:.4g}" for k, v in report.results["rehearsal"].items())
+        print(f"Rehearsal on public rows, mean loss: {losses}.")
     for name, reason in fitted.left_out.items():
         print(f"Left out: {name!r}, {reason}.")
     if report.charged_steps == 0:

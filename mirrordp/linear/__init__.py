@@ -11,5 +11,16 @@ if TYPE_CHECKING:
         PrivateOrdinalRegression as PrivateOrdinalRegression,
         PrivatePoissonRegressor as PrivatePoissonRegressor,
     )
+    from mirrordp.linear.nonlinear import (
+        PrivateAutoClassifier as PrivateAutoClassifier,
+        PrivateAutoPoissonRegressor as PrivateAutoPoissonRegressor,
+        PrivateAutoRegressor as PrivateAutoRegressor,
+        PrivateNetworkClassifier as PrivateNetworkClassifier,
+        PrivateNetworkPoissonRegressor as PrivateNetworkPoissonRegressor,
+        PrivateNetworkRegressor as PrivateNetworkRegressor,
+        PrivateTreesClassifier as PrivateTreesClassifier,
+        PrivateTreesPoissonRegressor as PrivateTreesPoissonRegressor,
+        PrivateTreesRegressor as PrivateTreesRegressor,
+    )
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -259,7 +259,7 @@ def private_descent(
         )
     sums.check_count(len(rows))
     clipped_sum = ClippedSum(family, mechanism.l2_clip_norm)
-    add_noise = _NoiseStream(mechanism, theta.size, key)
+    add_noise = NoiseStream(mechanism, theta.size, key)
 
     def gradient(theta: np.ndarray) -> np.ndarray:
         return mechanism.mean(add_noise(clipped_sum(theta, rows)))
@@ -273,7 +273,7 @@ def private_descent(
     )
 
 
-class _NoiseStream:
+class NoiseStream:
     """A function that adds a mechanism's noise to one sum after the other, in float64.
 
     The noise is added in units of its standard deviation, σC (s/(σC) + N(0, 1)), on a vector padded
@@ -293,6 +293,7 @@ class _NoiseStream:
             self._state = self._noise.init(key, jnp.asarray(self._padded))
 
     def __call__(self, clipped_sum: np.ndarray) -> np.ndarray:
+        """Returns a sum of at most `size` numbers with noise."""
         padded = self._padded.copy()
         padded[: clipped_sum.size] = clipped_sum.ravel() / self._unit
         with jax.enable_x64(True), interruptible():

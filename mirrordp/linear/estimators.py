@@ -263,27 +263,18 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         mechanism = self._mechanism(X.shape[0], delta, plan.settings, noise)
         check_spend(mechanism, spend, checkpoint)
         seed = _inputs.as_seed(self.random_state)
-        theta, together = plan.theta, None
+        found, together = None, None
         if plan.settings.num_steps > 0:
             if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
-            others = (problem.targets, problem.counts, problem.weights)
-            if not issparse(X):
-                rows = Rows(plan.scaling(X), *others)
-            elif (features := plan.scaling.sparsely(X)) is not None:
-                rows = Rows(features, *others)
-            else:
-                rows = SparseRows(X, plan.scaling, *others)
-            theta = self._descend(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
-        self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
-        if X_public is not None:
-            self._keep_public_parts(problem, X_public, plan, theta, mechanism)
+            rows = self._rows(plan, X, problem)
+            found = self._run(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
+        self._keep(problem, plan, found, X_public, mechanism)
         self.n_iter_ = plan.settings.num_steps
         num_public = 0 if X_public is None else len(X_public)
         method = "cold DP-SGD"
         if num_public:
-            exact = self._follows_hessian(X.shape[1], issparse(X))
-            method = "exact mirror descent" if exact else "warm DP-SGD"
+            method = self._method(X.shape[1], issparse(X))
         self.privacy_ = RunReport.of(
             mechanism,
             delta,
@@ -304,6 +295,44 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             },
         )
         return self
+
+    def _method(self, width: int, sparse: bool) -> str:
+        """Returns the name of the method for the report of a fit with public rows."""
+        return "exact mirror descent" if self._follows_hessian(width, sparse) else "warm DP-SGD"
+
+    def _rows(self, plan: Any, X: Any, problem: _Problem) -> Rows | SparseRows:
+        """Returns the private rows in the form that the private part of the fit needs."""
+        others = (problem.targets, problem.counts, problem.weights)
+        if not issparse(X):
+            return Rows(plan.scaling(X), *others)
+        if (features := plan.scaling.sparsely(X)) is not None:
+            return Rows(features, *others)
+        return SparseRows(X, plan.scaling, *others)
+
+    def _learn(self, plan: Any, family: Family, rows: Any, mechanism: Mechanism, key: Any) -> Any:
+        """Computes the private part of the fit, once it is charged."""
+        return descent.private_descent(
+            family,
+            plan.theta,
+            rows,
+            mechanism,
+            learning_rate=plan.settings.learning_rate,
+            key=key,
+        )
+
+    def _keep(
+        self,
+        problem: _Problem,
+        plan: Any,
+        found: Any,
+        x_public: np.ndarray | None,
+        mechanism: Mechanism,
+    ) -> None:
+        """Sets what was fitted; `found` is what `_learn` returned, None if nothing was learned."""
+        theta = plan.theta if found is None else found
+        self.coef_, self.intercept_ = self._decode(problem, *plan.scaling.original(theta))
+        if x_public is not None:
+            self._keep_public_parts(problem, x_public, plan, theta, mechanism)
 
     def _keep_public_parts(
         self, problem: _Problem, x: np.ndarray, plan: Plan, theta: np.ndarray, mechanism: Mechanism
@@ -384,6 +413,14 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             noise=noise,
         )
 
+    def _one_step(self, num_private: int, delta: float) -> Mechanism:
+        """Returns the mechanism that spends the whole budget on one sum over all rows."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # The run itself warns of a large delta.
+            return _PrivateLinearModel._mechanism(
+                self, num_private, delta, DescentSettings(1.0, 1, 1.0), GaussianNoise()
+            )
+
     def _follows_hessian(self, width: int, sparse: bool) -> bool:
         """Returns whether the descent has the geometry of the public Hessian."""
         too_wide = sparse and width > _WIDEST_SPARSE
@@ -395,16 +432,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Of private rows only the shape is used, and whether they are sparse.
         """
         num_private, width = private.shape
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # The run itself warns of a large delta.
-            one_step = self._mechanism(
-                num_private, delta, DescentSettings(1.0, 1, 1.0), GaussianNoise()
-            )
         options: Mapping[str, Any] = {
             "intercept": bool(self.fit_intercept),
             "row_norm_bound": self.row_norm_bound,
             "num_private": num_private,
-            "one_step_noise": one_step.noise_multiplier,
+            "one_step_noise": self._one_step(num_private, delta).noise_multiplier,
             "given": self._given(),
         }
         if x is None:
@@ -420,20 +452,20 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             options = {**options, "stays_sparse": True}
         return plan_warm(problem.family, x, targets, follows_hessian=follows_hessian, **options)
 
-    def _descend(
+    def _run(
         self,
-        plan: Plan,
+        plan: Any,
         family: Family,
         rows: Rows | SparseRows,
         mechanism: Mechanism,
         seed: int | None,
         spend: Ledger | Budget | None,
         checkpoint: Checkpoint | None,
-    ) -> np.ndarray:
-        """Runs the private descent once its randomness is on disk and all of it is charged.
+    ) -> Any:
+        """Runs the private part once its randomness is on disk and all of it is charged.
 
-        Nothing of a descent can be seen before its end, so that it is one block: after a crash all
-        of it is computed again, with the same randomness, and is not charged again.
+        Nothing of it can be seen before its end, so that it is one block: after a crash all of it
+        is computed again, with the same randomness, and is not charged again.
         """
         if isinstance(spend, Budget):
             spend.require_data()
@@ -465,16 +497,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             _, keys = randomness(entropy, secure=mechanism.is_secure)
             books.begin(())
             books.charge([0], steps)
-            theta = descent.private_descent(
-                family,
-                plan.theta,
-                rows,
-                mechanism,
-                learning_rate=plan.settings.learning_rate,
-                key=keys.noise,
-            )
+            found = self._learn(plan, family, rows, mechanism, keys.noise)
             books.finish()
-        return theta
+        return found
 
     def __sklearn_clone__(self):
         copy: Any = super().__sklearn_clone__()
@@ -540,13 +565,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         state: Any = super().__getstate__()
         return {name: {} if name == "unprotected_cells_" else state[name] for name in state}
 
-    def _scores(self, X: Any) -> np.ndarray:
+    def _features(self, X: Any) -> Any:
+        """Returns rows to predict for as features."""
         check_is_fitted(self)
         if self.encoding_ is not None:
-            X = _inputs.encoded_rows(self.encoding_, X)
-            return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
-        X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
-        return X @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
+            return _inputs.encoded_rows(self.encoding_, X)
+        return validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
+
+    def _scores(self, X: Any) -> np.ndarray:
+        return self._features(X) @ np.atleast_2d(self.coef_).T + np.atleast_1d(self.intercept_)
 
 
 def _equals(value: Any, default: Any) -> bool:

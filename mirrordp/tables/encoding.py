@@ -55,6 +55,13 @@ class FeatureEncoding:
         """The names of the encoded features."""
         return tuple(itertools.chain.from_iterable(column.features for column in self.columns))
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of the features that each column became."""
+        sizes = [len(column.features) for column in self.columns]
+        ends = itertools.accumulate(sizes)
+        return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+
     def encode_features(
         self, table: Table, tallies: dict[str, Tally] | None = None, *, private: bool = False
     ) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mirrordp._versions import VERSION
 from mirrordp.report import write_atomically
+from mirrordp.tables.cells import TreesScorer
 from mirrordp.tables.columns import (
     MISSING,
     CategoryColumn,
@@ -31,6 +32,7 @@ from mirrordp.tables.columns import (
 from mirrordp.tables.encoding import require_columns
 from mirrordp.tables.files import TableError
 from mirrordp.tables.fitting import TableModel, as_table
+from mirrordp.tables.network import NetworkScorer
 from mirrordp.tables.scorers import LinearScorer
 
 FORMATS = ("numpy", "onnx")
@@ -310,11 +312,62 @@ def _linear(graph: _Graph, scorer: LinearScorer, features: str) -> str:
     return graph.add("Add", product, graph.constant(scorer.intercepts))
 
 
+def _cells(graph: _Graph, scorer: TreesScorer, features: str) -> str:
+    """Looks up the values of the cells, as `TreesScorer.__call__` does."""
+    product = graph.add("MatMul", features, graph.constant(scorer.coefficients.T))
+    scores = graph.add("Add", product, graph.constant(scorer.intercepts))
+    types = graph.onnx.TensorProto
+    bins = []
+    for cut in scorer.cuts:
+        part = graph.add("Gather", features, graph.constant(cut.features, np.int64), axis=1)
+        if len(cut.edges):
+            # The bin is the number of edges that are not above the feature.
+            beyond = graph.add("GreaterOrEqual", part, graph.constant(cut.edges[None]))
+            numbers = graph.add("Cast", beyond, to=types.INT64)
+        else:
+            is_set = graph.add("Greater", part, graph.constant(0.5))
+            places = graph.constant(np.arange(1, cut.size)[None], np.int64)
+            numbers = graph.add("Mul", graph.add("Cast", is_set, to=types.INT64), places)
+        axis = graph.constant([1], np.int64)
+        bins.append(graph.add("ReduceSum", numbers, axis, keepdims=0))
+    for term, values in zip(scorer.terms, scorer.values, strict=True):
+        where = bins[term[0]]
+        if len(term) == 2:
+            size = graph.constant(scorer.cuts[term[1]].size, np.int64)
+            where = graph.add("Add", graph.add("Mul", where, size), bins[term[1]])
+        scores = graph.add("Add", scores, graph.add("Gather", graph.constant(values), where))
+    return scores
+
+
+def _network(graph: _Graph, scorer: NetworkScorer, features: str) -> str:
+    """Expresses `NetworkScorer.__call__`."""
+    shifted = graph.add("Sub", features, graph.constant(scorer.shift))
+    scaled = graph.add("Mul", shifted, graph.constant(scorer.factor))
+    parts = [scaled]
+    for feature, borders in zip(scorer.cut, scorer.edges, strict=True):
+        one = graph.add("Gather", scaled, graph.constant([feature], np.int64), axis=1)
+        above = graph.add("Sub", one, graph.constant(borders[None, :-1]))
+        share = graph.add("Div", above, graph.constant(np.diff(borders)[None]))
+        inside = graph.add("Clip", share, graph.constant(0.0), graph.constant(1.0))
+        parts.append(graph.add("Sub", inside, graph.constant(0.5)))
+    inputs = hidden = graph.add("Concat", *parts, axis=1)
+    for index, (weights, bias) in enumerate(scorer.layers):
+        hidden = graph.add("MatMul", hidden, graph.constant(weights))
+        hidden = graph.add("Add", hidden, graph.constant(bias))
+        if index + 1 < len(scorer.layers):
+            hidden = graph.add("Max", hidden, graph.constant(0.0))
+    return graph.add("Add", hidden, graph.add("MatMul", inputs, graph.constant(scorer.skip)))
+
+
 _COLUMNS: dict[type, Callable[[_Graph, Any], list[str]]] = {
     NumberColumn: _number,
     CategoryColumn: _category,
 }
-_SCORES: dict[type, Callable[[_Graph, Any, str], str]] = {LinearScorer: _linear}
+_SCORES: dict[type, Callable[[_Graph, Any, str], str]] = {
+    LinearScorer: _linear,
+    TreesScorer: _cells,
+    NetworkScorer: _network,
+}
 
 
 def _rule(rules: Mapping[type, Any], part: Any) -> Any:

@@ -55,6 +55,8 @@ MODEL_FILE = "model.json"
 FORMAT = "mirrordp table model"
 VERSION = 2
 """The version of model.json. Version 1 knew linear models alone."""
+MODELS = ("auto", "linear", "trees", "network")
+"""The kinds of models that can be asked for."""
 MIN_PUBLIC_ROWS = 10
 """The smallest number of public rows, since fewer do not determine a scale."""
 
@@ -350,6 +352,7 @@ def fit_files(
     epsilon: float,
     delta: float | None = None,
     allow_large_delta: bool = False,
+    model: str = "auto",
     method: str = "auto",
     learning_rate: float | str = "auto",
     secure: bool = False,
@@ -378,6 +381,10 @@ def fit_files(
         delta: δ. The default is that of the budget or, without a budget, one that follows from the
             number of rows (`accounting.default_delta`).
         allow_large_delta: whether to accept a δ above one over the number of private rows.
+        model: "linear", "trees" (values of cells of one or two columns), "network" (a small one),
+            or "auto": the one that a rehearsal on public rows prefers. `method` and `learning_rate`
+            are settings of linear models, and "auto" is linear if one of them is given. So is
+            every ordinal model.
         method: "exact" (mirror descent), "dpsgd" (warm DP-SGD), or "auto"; see the estimators.
         learning_rate: η of the descent, or "auto".
         secure: whether the noise comes from a cryptographic generator; see the estimators.
@@ -404,6 +411,7 @@ def fit_files(
     private, public = Path(private), Path(public)
     if ceiling and test is None:
         raise TableError("expected --test with --ceiling, got none; add test rows.")
+    kind, settings = _kind(task, model, method, learning_rate)
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "
@@ -456,14 +464,15 @@ def fit_files(
     with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
         estimator = _estimator(
             task,
+            kind,
+            encoding,
             epsilon=epsilon,
             delta=delta,
             allow_large_delta=allow_large_delta,
             adjacency=adjacency.value,
-            method=method,
-            learning_rate=learning_rate,
             secure=secure,
             random_state=seed,
+            **settings,
         )
         estimator.fit(
             secret.features,
@@ -474,27 +483,28 @@ def fit_files(
             spend=spend,
             checkpoint=checkpoint,
         )
-    scorer = _linear(estimator.coef_, estimator.intercept_)
-    model = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
-    results = {**estimator.privacy_.results, "task": task, "target": target}
-    results["coefficients"] = evaluation.largest_effects(
-        encoding,
-        model.outputs,
-        scorer.coefficients,
-        estimator.noise_root_,
-        classes_share_constant=task == "classification",
-    )
+    scorer, public_scorer = _scorers(estimator)
+    fitted = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
+    results = {**estimator.privacy_.results, "task": task, "target": target, "model": scorer.kind}
+    if (rehearsal := getattr(estimator, "rehearsal_", None)) is not None:
+        results["rehearsal"] = dict(rehearsal.losses)
+    if isinstance(scorer, LinearScorer):
+        results["coefficients"] = evaluation.largest_effects(
+            encoding,
+            fitted.outputs,
+            scorer.coefficients,
+            estimator.noise_root_,
+            classes_share_constant=task == "classification",
+        )
     shown, unprotected = estimator.privacy_.shown_without_protection, None
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
-        public_model = dataclasses.replace(
-            model, scorer=_linear(estimator.public_coef_, estimator.public_intercept_)
-        )
+        public_model = dataclasses.replace(fitted, scorer=public_scorer)
         results |= evaluation.evaluate(
             encoding.target,
             test_y,
             {
-                evaluation.MODEL: model.expected(test_x),
+                evaluation.MODEL: fitted.expected(test_x),
                 evaluation.PUBLIC: public_model.expected(test_x),
                 evaluation.GUESS: evaluation.guess(
                     encoding.target, known.target[usable], len(test_y)
@@ -503,7 +513,7 @@ def fit_files(
         )
         if ceiling:
             with stage("fitting a model without protection"):
-                unprotected = _ceiling(model, secret, known, test_x, test_y)
+                unprotected = _ceiling(fitted, secret, known, test_x, test_y)
             shown = (*shown, CEILING_SHOWN)
     report = dataclasses.replace(
         estimator.privacy_,
@@ -511,8 +521,38 @@ def fit_files(
         results=results,
         shown_without_protection=shown,
     )
-    model = dataclasses.replace(model, privacy=report.to_dict())
-    return FittedTable(model, report, learned.left_out, secret.unfamiliar, unprotected)
+    fitted = dataclasses.replace(fitted, privacy=report.to_dict())
+    return FittedTable(fitted, report, learned.left_out, secret.unfamiliar, unprotected)
+
+
+def _kind(
+    task: str, model: str, method: str, learning_rate: float | str
+) -> tuple[str, dict[str, Any]]:
+    """Returns the kind of model to fit, and the settings that only linear ones have."""
+    settings = {"method": method, "learning_rate": learning_rate}
+    given = [name for name, value in settings.items() if value != "auto"]
+    if model not in MODELS:
+        raise TableError(f"expected --model {listed(MODELS)}, got {model!r}; choose one.")
+    if model in ("trees", "network"):
+        if given or task == "ordinal":
+            what = f"--{given[0].replace('_', '-')}" if given else "--task ordinal"
+            raise TableError(
+                f"expected {what} with a linear model, got --model {model}; leave one of them out."
+            )
+        return model, {}
+    if model == "linear" or given or task == "ordinal":
+        return "linear", settings
+    return "auto", {}
+
+
+def _scorers(estimator: Any) -> tuple[Scorer, Scorer]:
+    """Returns the fitted model, and that of the public rows alone."""
+    if hasattr(estimator, "scorer_"):
+        return estimator.scorer_, estimator.public_scorer_
+    return (
+        _linear(estimator.coef_, estimator.intercept_),
+        _linear(estimator.public_coef_, estimator.public_intercept_),
+    )
 
 
 def _linear(coefficients: np.ndarray, intercepts: Any) -> LinearScorer:
@@ -604,9 +644,14 @@ def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
     budget.admit_event(event, delta=delta)
 
 
-def _estimator(task: str, **options: Any) -> Any:
-    from mirrordp.linear import estimators
+def _estimator(task: str, kind: str, encoding: TableEncoding, **options: Any) -> Any:
+    from mirrordp.linear import estimators, nonlinear
 
+    if kind != "linear":
+        name = {"regression": "Regressor", "classification": "Classifier"}.get(
+            task, "PoissonRegressor"
+        )
+        return getattr(nonlinear, f"Private{kind.title()}{name}")(groups=encoding.groups, **options)
     return {
         "regression": estimators.PrivateLinearRegression,
         "classification": estimators.PrivateLogisticRegression,

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from mirrordp.tables.cells import TreesScorer
+from mirrordp.tables.network import NetworkScorer
+
 
 class Scorer(Protocol):
     """A function from features of shape (rows, features) to scores of shape (rows, outputs)."""
@@ -79,5 +82,7 @@ class LinearScorer:
         )
 
 
-SCORERS: dict[str, type[Scorer]] = {LinearScorer.kind: LinearScorer}
+SCORERS: dict[str, type[Scorer]] = {
+    kind.kind: kind for kind in (LinearScorer, TreesScorer, NetworkScorer)
+}
 """The kinds of models by name."""

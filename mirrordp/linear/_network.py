@@ -1,0 +1,218 @@
+"""Training of `mirrordp.tables.network.NetworkScorer`: its public start, and the private part."""
+
+import dataclasses
+import itertools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mirrordp.data import PrivateData, PublicData
+from mirrordp.linear._planning import Scaling
+from mirrordp.linear.descent import Rows
+from mirrordp.mirror.families import SQUARED_ERROR, Family
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Ledger
+from mirrordp.tables.network import HIDDEN, NUM_BINS, NetworkScorer, forward, inputs
+from mirrordp.training import TrainOptions, TrainStep, train
+from mirrordp.training.checkpoint import Checkpoint
+from mirrordp.types import Params
+
+_SEED = 0
+_HELD_OUT = 5
+_BATCH, _STEPS_PER_LOOK, _LOOKS = 256, 25, 24
+_RATE, _WEIGHT_DECAY = 1e-3, 1e-2
+_PRIVATE_LOOKS = 20
+_CLIP_QUANTILE = 0.5
+
+
+def learning_rate(family: Family) -> float:
+    """Returns the rate of Adam at the beginning.
+
+    Adam takes steps of one size whatever the noise. Losses of classes and counts are flatter than
+    squared errors and pull back less of what noise has moved.
+    """
+    return 5e-3 if family == SQUARED_ERROR else 1.5e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """A network after public rows.
+
+    Attributes:
+        family: the family of the loss.
+        network: with the parameters of the start.
+        params: the same in JAX, layers and linear part.
+        clip_norm: a clip norm for private gradients: the median norm of public ones.
+        public: scaled public rows, targets and weights to learn from.
+        held_out: likewise, to judge by.
+    """
+
+    family: Family
+    network: NetworkScorer
+    params: Params
+    clip_norm: float
+    public: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, family: Family, rows: Rows) -> "Start":
+        """Trains on four fifths of public rows; the iterate that is best on the rest is kept."""
+        scaling = Scaling.of(rows.features, intercept=True, row_norm_bound=None, stays_sparse=False)
+        scaled = (rows.features - scaling.shift) * scaling.factor
+        weights = np.ones(len(rows)) if rows.weights is None else rows.weights
+        arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
+        order = np.random.default_rng(_SEED).permutation(len(rows))
+        judges, known = order[: len(order) // _HELD_OUT], order[len(order) // _HELD_OUT :]
+        public, held_out = (tuple(a[some] for a in arrays) for some in (known, judges))
+        cut, edges = _bins(scaled)
+        size = scaled.shape[1] + sum(len(borders) - 1 for borders in edges)
+        blank = NetworkScorer(
+            scaling.shift,
+            scaling.factor,
+            cut,
+            edges,
+            tuple((np.zeros(shape), np.zeros(shape[1])) for shape in _shapes(size, rows)),
+            np.zeros((size, rows.targets.shape[1])),
+        )
+        loss = Loss(family, cut, edges)
+        params = _init(_shapes(size, rows), blank.skip.shape)
+        params = _warm(loss, params, public, held_out)
+        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))
+        squares = sum(
+            np.sum(np.asarray(leaf, np.float64).reshape(len(public[0]), -1) ** 2, axis=1)
+            for leaf in jax.tree.leaves(grads(params, public))
+        )
+        clip = float(np.quantile(np.sqrt(squares), _CLIP_QUANTILE)) or 1.0
+        return cls(family, _with(blank, params), params, clip, public, held_out)
+
+
+def _bins(scaled: np.ndarray) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+    """Returns the features with several public values, and the borders of their bins."""
+    found = {}
+    for feature, column in enumerate(scaled.T):
+        if len(np.unique(column)) > 3:
+            borders = np.unique(np.quantile(column, np.linspace(0, 1, NUM_BINS + 1)))
+            if len(borders) > 2:
+                found[feature] = borders
+    return tuple(found), tuple(found.values())
+
+
+def _shapes(size: int, rows: Rows) -> list[tuple[int, int]]:
+    sizes = [size, *HIDDEN, rows.targets.shape[1]]
+    return list(itertools.pairwise(sizes))
+
+
+def _init(shapes: list[tuple[int, int]], skip: tuple[int, ...]) -> Params:
+    """Draws the first layers at random; the last one and the linear part start at zero."""
+    keys = jax.random.split(jax.random.key(_SEED), len(shapes))
+    layers = [
+        (jax.random.normal(key, shape) * np.sqrt(2 / shape[0]), jnp.zeros(shape[1]))
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+    layers[-1] = (jnp.zeros(shapes[-1]), jnp.zeros(shapes[-1][1]))
+    return {"layers": layers, "skip": jnp.zeros(skip)}
+
+
+def _with(network: NetworkScorer, params: Params) -> NetworkScorer:
+    found: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    layers = tuple((weights, bias) for weights, bias in found["layers"])
+    return dataclasses.replace(network, layers=layers, skip=found["skip"])
+
+
+class Loss:
+    """The weighted loss of one scaled row."""
+
+    def __init__(self, family: Family, cut: tuple[int, ...], edges: tuple[np.ndarray, ...]):
+        self._family, self._cut = family, cut
+        self._edges = tuple(borders.astype(np.float32) for borders in edges)
+
+    def __call__(self, params: Any, example: tuple[jax.Array, ...]) -> jax.Array:
+        row, targets, weight = example
+        z = inputs(jnp, row, self._cut, self._edges)
+        scores = forward(jnp, params["layers"], params["skip"], z)
+        return weight * self._family.loss(scores[None], targets[None])[0]
+
+
+def _warm(
+    loss: Loss, params: Params, public: tuple[np.ndarray, ...], held_out: tuple[np.ndarray, ...]
+) -> Params:
+    """Learns from public rows, and returns the iterate that is best on held-out ones."""
+    optimizer = optax.adamw(_RATE, weight_decay=_WEIGHT_DECAY)
+
+    def mean(params: Params, rows: tuple[jax.Array, ...]) -> jax.Array:
+        return jax.vmap(loss, in_axes=(None, 0))(params, rows).mean()
+
+    @jax.jit
+    def steps(params: Params, state: Any, key: jax.Array) -> Any:
+        def step(carry: Any, key: jax.Array) -> Any:
+            params, state = carry
+            chosen = jax.random.randint(key, (_BATCH,), 0, len(public[0]))
+            grads = jax.grad(mean)(params, tuple(jnp.asarray(a)[chosen] for a in public))
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry, _ = jax.lax.scan(step, (params, state), jax.random.split(key, _STEPS_PER_LOOK))
+        return *carry, mean(carry[0], held_out)
+
+    state, best, lowest = optimizer.init(params), params, float(mean(params, held_out))
+    for look in range(_LOOKS):
+        params, state, judged = steps(params, state, jax.random.key(look))
+        if float(judged) < lowest:
+            best, lowest = params, float(judged)
+    return best
+
+
+def train_privately(
+    start: Start,
+    rows: Rows,
+    mechanism: Mechanism,
+    *,
+    learning_rate: float,
+    seed: int | None,
+    spend: Ledger | Budget | None,
+    checkpoint: Checkpoint | None,
+) -> NetworkScorer:
+    """Goes on from a public start by PDA-DPMD.
+
+    The public gradient has the weight that public rows have among all rows. The iterate that is
+    best on held-out public rows is returned, which is post-processing.
+    """
+    network = start.network
+    loss = Loss(start.family, network.cut, network.edges)
+    weights = np.ones(len(rows)) if rows.weights is None else rows.weights
+    if rows.counts is not None:
+        weights = np.where(rows.counts, weights, 0.0)
+    scaled = (rows.features - network.shift) * network.factor
+    arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
+    num_public = len(start.public[0])
+    step = TrainStep(
+        loss,
+        mechanism,
+        optax.adam(optax.linear_schedule(learning_rate, 0.0, mechanism.num_steps), b2=0.99),
+        public_loss_fn=loss,
+        public_batch_size=min(num_public, _BATCH),
+    )
+    judge = jax.jit(lambda params: jax.vmap(loss, in_axes=(None, 0))(params, start.held_out).mean())
+    best, lowest = start.params, float(judge(start.params))
+    with warnings.catch_warnings():
+        # Rows of weight zero are private copies of public rows, of which the fit has warned.
+        states = train(
+            step,
+            start.params,
+            PrivateData(arrays),
+            PublicData(start.public),
+            alpha=len(rows) / (len(rows) + num_public),
+            seed=seed,
+            spend=spend,
+            checkpoint=checkpoint,
+            options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_LOOKS)),
+        )
+        for state, _ in states:
+            if (judged := float(judge(state.params))) < lowest:
+                best, lowest = state.params, judged
+    return _with(network, best)

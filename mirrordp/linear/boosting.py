@@ -1,0 +1,207 @@
+"""Private boosting: the values of an additive model of cells, learned one term at a time.
+
+In: private rows and the terms that public rows have chosen (`mirrordp.tables.cells`). Out: values.
+Round k reads the residuals r_i of all rows once and releases, for each cell of term k, the sums
+
+    G = Σ clip(−r_i, c),        H = Σ h_i,
+
+with Gaussian noise, where h_i in [0, 1] is the relative curvature of the row's loss. A row is in
+one cell of a term, so that it adds a vector of norm at most C = c √(1 + a²) to the release, which
+holds H times ac. Everything after that is post-processing. Without noise a cell's value would be
+G/H. With noise it is shrunk by the share of G² that is noise, which the sizes of all G of a term
+tell (empirical Bayes):
+
+    v = G H τ² / (H² τ² + Var G),       τ² = max(0, Σ (G² − Var G)/H) / Σ H.
+
+A term that explains nothing gets values near zero. This is what makes more than a hundred pairs of
+columns affordable: the budget is divided by the square root of the number of terms, and not by the
+number of their cells.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mirrordp.linear.descent import NoiseStream, Rows
+from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, SQUARED_ERROR, Family
+from mirrordp.privacy import sums
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.tables.cells import TreesScorer
+
+_CURVATURE_WEIGHT = 0.15
+"""a: the length of a row's curvature in the release, relative to its residual."""
+_PAIR_RATE = 0.5
+_CLIP_QUANTILE = 0.95
+_LARGEST_LOG_STEP = 2.0
+_BLOCK = 2**18
+_NOISE_PER_CELL = 0.5
+
+
+class Release(NamedTuple):
+    """What a round releases, and in which units.
+
+    Attributes:
+        clip_norm: c, the bound on the norm of a residual.
+        largest_curvature: the curvature that counts as h = 1.
+        spread: the variance of a residual that explains nothing, for a curvature of one.
+        largest_step: the largest value of a cell; steps of logarithms are cut.
+    """
+
+    clip_norm: float
+    largest_curvature: float
+    spread: float
+    largest_step: float
+
+    @property
+    def l2_clip_norm(self) -> float:
+        """C = c √(1 + a²), the norm of a row's contribution."""
+        return self.clip_norm * float(np.hypot(1.0, _CURVATURE_WEIGHT))
+
+    @classmethod
+    def of(cls, family: Family, scores: np.ndarray, targets: np.ndarray) -> "Release":
+        """Chooses by public rows and their scores. Residuals of classes need no clipping."""
+        if family in (LOGISTIC, MULTINOMIAL):
+            return cls(
+                1.0 if family == LOGISTIC else float(np.sqrt(2)), 0.25, 1.0, _LARGEST_LOG_STEP
+            )
+        norms = np.linalg.norm(family.residuals(scores, targets), axis=1)
+        clip = float(np.quantile(norms, _CLIP_QUANTILE)) or 1.0
+        if family == SQUARED_ERROR:
+            return cls(clip, 1.0, float(np.mean(np.minimum(norms, clip) ** 2)), np.inf)
+        largest = float(np.quantile(family.mean(scores), _CLIP_QUANTILE)) or 1.0
+        return cls(clip, largest, 1.0, _LARGEST_LOG_STEP)
+
+
+def largest_term(num_private: int, one_step_noise: float, num_terms: int) -> float:
+    """Returns how many cells of equal size a term may have before noise hides half a residual."""
+    return _NOISE_PER_CELL * num_private / (one_step_noise * np.sqrt(num_terms))
+
+
+def release_sums(
+    release: Release, family: Family, scores: np.ndarray, rows: Rows, where: np.ndarray, size: int
+) -> np.ndarray:
+    """Returns G and ac·H, without noise, as an array of shape (cells, outputs + 1).
+
+    Each row's contribution is truncated to the grain of `privacy.sums` by itself, and integers are
+    added, so that a row changes the sums by its own contribution and by nothing else. A row that
+    does not count, or whose scores are not finite, adds exactly zero.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        residuals = family.residuals(scores, rows.targets)
+        curvature = family.curvature(scores) / release.largest_curvature
+        if rows.weights is not None:
+            residuals, curvature = residuals * rows.weights[:, None], curvature * rows.weights
+        norms = np.linalg.norm(residuals, axis=1)
+        keep = np.isfinite(norms) & np.isfinite(curvature)
+        if rows.counts is not None:
+            keep &= rows.counts
+        limit = release.clip_norm * (1 - sums.RESERVE)
+        factors = limit / np.maximum(norms, limit)
+        added = np.column_stack(
+            [-residuals * factors[:, None], _CURVATURE_WEIGHT * limit * np.clip(curvature, 0, 1)]
+        )
+        added = np.where(keep[:, None], added, 0.0)
+    grain = 2.0 ** sums.grain_exponent(release.l2_clip_norm)
+    grains = np.trunc(added / grain)
+    total = np.zeros((size, added.shape[1]), np.int64)
+    # Sums of this many integers below 2³⁵ are exact in float64.
+    for start in range(0, len(grains), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        for column, one in enumerate(grains[block].T):
+            total[:, column] += np.bincount(where[block], one, size).astype(np.int64)
+    return grain * total
+
+
+def learn_values(
+    model: TreesScorer,
+    family: Family,
+    features: np.ndarray,
+    rows: Rows,
+    release: Release,
+    *,
+    noise_stddev: float,
+    add_noise: Callable[[np.ndarray], np.ndarray],
+) -> TreesScorer:
+    """Learns the values of all terms, one release per term.
+
+    Args:
+        model: the terms; its values are not used.
+        family: the family of the loss.
+        features: the features of the rows, not scaled.
+        rows: the targets of the rows, and which of them count; its features are not used.
+        release: the units of the release.
+        noise_stddev: the standard deviation of the noise in each coordinate of a release.
+        add_noise: adds it to one release after the other.
+    """
+    scores, bins, values = model.start(features), model.bins(features), []
+    for term in model.terms:
+        where = model.cells(bins, term)
+        size = model.num_cells(term)
+        noisy = add_noise(release_sums(release, family, scores, rows, where, size))
+        found = _shrunk(noisy, release, noise_stddev)
+        found *= 1.0 if len(term) == 1 else _PAIR_RATE
+        scores += found[where]
+        values.append(found)
+    return dataclasses.replace(model, values=tuple(values))
+
+
+def _shrunk(noisy: np.ndarray, release: Release, noise_stddev: float) -> np.ndarray:
+    """Returns the values of the cells of a term, from its noisy sums."""
+    gradient = noisy[:, :-1]
+    scale = release.largest_curvature / (_CURVATURE_WEIGHT * release.clip_norm)
+    # A cell with less curvature than the noise could be empty.
+    curvature = np.maximum(noisy[:, -1:], noise_stddev) * scale
+    variance = noise_stddev**2 + release.spread * curvature
+    signal = np.sum((gradient**2 - variance) / curvature)
+    signal = max(0.0, float(signal)) / (gradient.shape[1] * float(np.sum(curvature)))
+    values = gradient * curvature * signal / (curvature**2 * signal + variance)
+    return np.clip(values, -release.largest_step, release.largest_step)
+
+
+def private_values(
+    model: TreesScorer,
+    family: Family,
+    features: np.ndarray,
+    rows: Rows,
+    release: Release,
+    mechanism: Mechanism,
+    key: jax.Array,
+) -> TreesScorer:
+    """Learns the values of all terms from private rows; see `learn_values`.
+
+    Args:
+        model: the terms, which must not come from private rows.
+        family: the family of the loss.
+        features: private features.
+        rows: private targets.
+        release: the units of the release.
+        mechanism: full batches, one step per term, with the clip norm of the release.
+        key: the seed of the noise, which must be secret.
+    """
+    if mechanism.sampling.sampling_prob != 1 or mechanism.sampling.num_examples != len(features):
+        raise ValueError(
+            f"boosting needs a mechanism of full batches of {len(features)} rows, got "
+            f"{mechanism.sampling.name} sampling of {mechanism.sampling.num_examples}."
+        )
+    if (mechanism.num_steps, mechanism.l2_clip_norm) != (len(model.terms), release.l2_clip_norm):
+        raise ValueError("boosting needs a step per term, and the clip norm of the release.")
+    sums.check_count(len(features))
+    stream = NoiseStream(mechanism, release_size(model), key)
+    return learn_values(
+        model,
+        family,
+        features,
+        rows,
+        release,
+        noise_stddev=mechanism.noise_stddev,
+        add_noise=stream,
+    )
+
+
+def release_size(model: TreesScorer) -> int:
+    """Returns the number of coordinates of the largest release."""
+    outputs = len(model.intercepts)
+    return max(model.num_cells(term) for term in model.terms) * (outputs + 1)

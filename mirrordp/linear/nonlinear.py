@@ -1,0 +1,587 @@
+"""Estimators that are not linear: trees (cells of columns), a network, and a choice among them.
+
+All need public rows, which decide everything but the values that are learned under privacy:
+
+- trees: a linear model of the public rows, and values of cells of one or two columns, learned from
+  private rows by `mirrordp.linear.boosting`;
+- network: a network that starts from the public rows, trained by `mirrordp.train`;
+- auto: the one of linear, trees and network that a rehearsal on public rows prefers, which is free.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.sparse import issparse
+
+from mirrordp import _validate
+from mirrordp.linear import _network, boosting
+from mirrordp.linear._planning import Scaling
+from mirrordp.linear.descent import Rows
+from mirrordp.linear.estimators import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivatePoissonRegressor,
+    _PrivateLinearModel,
+    _Problem,
+)
+from mirrordp.linear.tuning import DescentSettings, PublicObjective
+from mirrordp.mirror.families import Family
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.tables import cells
+from mirrordp.tables.cells import TreesScorer
+from mirrordp.tables.network import NetworkScorer
+from mirrordp.tables.scorers import LinearScorer, Scorer
+
+_MODELS = ("linear", "trees", "network")
+_PUBLIC_SEED = 0
+_FOLDS = 4
+_LARGEST_BATCH, _EPOCH_BATCHES = 4096, 32
+_NUM_STEPS = 1000
+# With fewer public rows, bins and a rehearsal say too little.
+_FEWEST_PUBLIC = 500
+
+
+class _Nonlinear(_PrivateLinearModel):
+    """What trees and networks share: settings that do not apply to them, and a stored scorer."""
+
+    scorer_: Scorer
+    public_scorer_: Scorer
+    groups: Sequence[Sequence[int]] | None
+
+    # Settings of linear models.
+    fit_intercept: Any = True
+    method: Any = "auto"
+    num_steps: Any = "auto"
+    l2_clip_norm: Any = "auto"
+    learning_rate: Any = "auto"
+    row_norm_bound: Any = None
+    target_range: Any = None
+
+    def _groups(self, width: int) -> Sequence[Sequence[int]] | None:
+        """Returns the features that are indicators of one column's categories."""
+        if self.encoding_ is not None:
+            return self.encoding_.groups
+        if self.groups is None:
+            return None
+        flat = [int(feature) for group in self.groups for feature in group]
+        if sorted(set(flat)) != sorted(flat) or (flat and not 0 <= min(flat) <= max(flat) < width):
+            raise ValueError(
+                f"groups must hold different features from 0 to {width - 1}, got {self.groups!r}."
+            )
+        return self.groups
+
+    def _public(self, problem: _Problem, x: np.ndarray | None, private: Any) -> Rows:
+        if x is None:
+            raise ValueError(
+                f"{type(self).__name__} needs public rows, got none. Pass X_public and y_public, "
+                "or use a linear model."
+            )
+        if issparse(private):
+            raise ValueError(
+                f"{type(self).__name__} takes dense rows, got a sparse matrix. Use a linear model."
+            )
+        return _public_rows(problem, x)
+
+    def _rows(self, plan: Any, X: Any, problem: _Problem) -> Rows:
+        del plan
+        return Rows(X, problem.targets, problem.counts, problem.weights)
+
+    def _scores(self, X: Any) -> np.ndarray:
+        return self.scorer_(self._features(X))
+
+
+def _public_rows(problem: _Problem, x: np.ndarray) -> Rows:
+    targets = problem.public_targets
+    assert targets is not None
+    if problem.prior is not None:
+        targets = (len(x) * targets + problem.prior) / (len(x) + 1)
+    return Rows(x, targets, weights=problem.public_weights)
+
+
+def _public_linear(family: Family, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Returns coefficients and intercepts of the linear model of public rows."""
+    scaling = Scaling.of(rows.features, intercept=True, row_norm_bound=None, stays_sparse=False)
+    scaled = Rows(scaling(rows.features), rows.targets, weights=rows.weights)
+    penalized = np.arange(scaled.features.shape[1]) < rows.features.shape[1]
+    rng = np.random.default_rng(_PUBLIC_SEED)
+    public = PublicObjective.cross_validated(
+        family, scaled, penalized=penalized.astype(float), rng=rng
+    )
+    return scaling.original(public.minimizer)
+
+
+# Trees
+
+
+class _TreesPlan(NamedTuple):
+    model: TreesScorer
+    release: boosting.Release
+    settings: DescentSettings
+    theta: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        rows: Rows,
+        groups: Sequence[Sequence[int]] | None,
+        *,
+        num_private: int,
+        one_step_noise: float,
+    ) -> "_TreesPlan":
+        """Chooses the terms by public rows, and their size by the noise."""
+        linear = _public_linear(family, rows)
+        residuals = -family.residuals(rows.features @ linear[0].T + linear[1], rows.targets)
+
+        def terms(largest: float) -> TreesScorer:
+            return cells.without_values(
+                *linear, rows.features, residuals, groups=groups, largest=largest
+            )
+
+        # More terms leave fewer cells to each, which may leave out pairs and so fewer terms.
+        num_terms = len(terms(np.inf).terms) or 1
+        model = terms(boosting.largest_term(num_private, one_step_noise, num_terms))
+        release = boosting.Release.of(family, model.start(rows.features), rows.targets)
+        size = boosting.release_size(model) if model.terms else 1
+        settings = DescentSettings(release.l2_clip_norm, len(model.terms), 1.0)
+        return cls(model, release, settings, np.zeros(size))
+
+
+class _Trees(_Nonlinear):
+    def _plan(
+        self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float
+    ) -> _TreesPlan:
+        rows = self._public(problem, x, private)
+        return _TreesPlan.of(
+            problem.family,
+            rows,
+            self._groups(private.shape[1]),
+            num_private=len(private),
+            one_step_noise=self._one_step(len(private), delta).noise_multiplier,
+        )
+
+    def _method(self, width: int, sparse: bool) -> str:
+        return "private boosting of cells chosen by public rows"
+
+    def _learn(
+        self, plan: Any, family: Family, rows: Any, mechanism: Mechanism, key: Any
+    ) -> TreesScorer:
+        return boosting.private_values(
+            plan.model, family, rows.features, rows, plan.release, mechanism, key
+        )
+
+    def _keep(self, problem, plan, found, x_public, mechanism) -> None:
+        self.scorer_ = _unscaled(plan.model if found is None else found, problem)
+        self.public_scorer_ = _unscaled(plan.model, problem)
+
+
+def _unscaled(model: TreesScorer, problem: _Problem) -> TreesScorer:
+    """Returns the model for targets as they were."""
+    scale = np.broadcast_to(problem.scale, model.intercepts.shape)
+    return dataclasses.replace(
+        model,
+        coefficients=model.coefficients * scale[:, None],
+        intercepts=model.intercepts * scale + problem.shift,
+        values=tuple(values * scale for values in model.values),
+    )
+
+
+# Networks
+
+
+class _NetworkPlan(NamedTuple):
+    start: _network.Start
+    settings: DescentSettings
+    theta: Any
+
+
+class _Networks(_Nonlinear):
+    steps: int
+
+    def _check_parameters(self) -> None:
+        _PrivateLinearModel._check_parameters(self)
+        _validate.positive_integer(steps=self.steps)
+        if self.adjacency != "zero-out":
+            raise ValueError(
+                f"a network samples its batches, got adjacency={self.adjacency!r}. Use 'zero-out', "
+                "or trees."
+            )
+
+    def _plan(
+        self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float
+    ) -> _NetworkPlan:
+        rows = self._public(problem, x, private)
+        start = _network.Start.of(problem.family, rows)
+        settings = DescentSettings(
+            start.clip_norm, self.steps, _network.learning_rate(problem.family)
+        )
+        return _NetworkPlan(start, settings, start.params)
+
+    def _mechanism(self, num_private, delta, settings, noise) -> Mechanism:
+        batch_size = int(np.clip(num_private // _EPOCH_BATCHES, 1, _LARGEST_BATCH))
+        return Mechanism.calibrate(
+            epsilon=self.epsilon,
+            delta=delta,
+            sampling=PoissonSampling.for_batch_size(batch_size, num_examples=num_private),
+            num_steps=settings.num_steps,
+            l2_clip_norm=settings.l2_clip_norm,
+            adjacency=Adjacency(self.adjacency),
+            noise=noise,
+        )
+
+    def _method(self, width: int, sparse: bool) -> str:
+        return "PDA-DPMD of a network from a public start"
+
+    def _count(self, mechanism: Mechanism, delta: float, shape: tuple[int, int]):
+        # Related fits add up as one Gaussian step each with the same ε: close, and for the
+        # operator's eyes only.
+        one_step = self._one_step(shape[0], delta)
+        return _PrivateLinearModel._count(self, one_step, delta, shape)
+
+    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint) -> NetworkScorer:
+        return _network.train_privately(
+            plan.start,
+            rows,
+            mechanism,
+            learning_rate=plan.settings.learning_rate,
+            seed=seed,
+            spend=spend,
+            checkpoint=checkpoint,
+        )
+
+    def _keep(self, problem, plan, found, x_public, mechanism) -> None:
+        public = plan.start.network
+        self.public_scorer_ = _rescaled(public, problem)
+        self.scorer_ = _rescaled(public if found is None else found, problem)
+
+
+def _rescaled(network: NetworkScorer, problem: _Problem) -> NetworkScorer:
+    """Returns the network for targets as they were."""
+    scale = np.broadcast_to(problem.scale, network.skip.shape[1:])
+    *hidden, (weights, bias) = network.layers
+    return dataclasses.replace(
+        network,
+        layers=(*hidden, (weights * scale, bias * scale + problem.shift)),
+        skip=network.skip * scale,
+    )
+
+
+_PARAMETERS = """
+
+    Args:
+        epsilon: ε, the budget of the fit; `privacy_.epsilon` states what was spent, never more.
+        delta: δ; see `PrivateLinearRegression`.
+        allow_large_delta: whether to accept a δ above 1/n.
+{own}        groups: lists of features that are indicators of one column's categories, which then
+            count as one column. Data frames need no groups.
+        adjacency: "zero-out", or "replace" with twice the noise (not for networks).
+        secure: whether the noise comes from a cryptographic generator.
+        random_state: None for a fit to release; an integer makes it reproducible.
+
+    Attributes:
+        scorer_: what was fitted, a function from features to scores.
+        public_scorer_: the model of the public rows alone, from which the private part started.
+        n_iter_: the number of times that private rows were read.
+        privacy_: the `RunReport`, which states the guarantee.
+    """
+_CLASSES = """        classes: all labels, needed if public rows lack some.
+"""
+
+
+def _documented(own: str = ""):
+    def decorate(cls):
+        cls.__doc__ = cls.__doc__.rstrip() + _PARAMETERS.format(own=own)
+        return cls
+
+    return decorate
+
+
+def _set(estimator: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(estimator, name, value)
+
+
+@_documented()
+class PrivateTreesRegressor(_Trees, PrivateLinearRegression):
+    """Least squares by private values of cells of columns and pairs of columns."""
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented()
+class PrivateTreesPoissonRegressor(_Trees, PrivatePoissonRegressor):
+    """Poisson regression by private values of cells of columns and pairs of columns."""
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented(_CLASSES)
+class PrivateTreesClassifier(_Trees, PrivateLogisticRegression):
+    """Classification by private values of cells of columns and pairs of columns."""
+
+    class_weight: Any = None
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
+            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            random_state=random_state,
+        )  # fmt: skip
+
+
+_STEPS = """        steps: the number of private steps.
+"""
+
+
+@_documented(_STEPS)
+class PrivateNetworkRegressor(_Networks, PrivateLinearRegression):
+    """Least squares by a small network from a public start."""
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
+            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented(_STEPS)
+class PrivateNetworkPoissonRegressor(_Networks, PrivatePoissonRegressor):
+    """Poisson regression by a small network from a public start."""
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
+            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented(_STEPS + _CLASSES)
+class PrivateNetworkClassifier(_Networks, PrivateLogisticRegression):
+    """Classification by a small network from a public start."""
+
+    class_weight: Any = None
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, classes=None,
+        groups=None, adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
+            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            random_state=random_state,
+        )  # fmt: skip
+
+
+# The choice
+
+
+class Rehearsal(NamedTuple):
+    """How models did on public rows that they had not seen.
+
+    Attributes:
+        losses: the mean loss of each model.
+        chosen: the model that was chosen.
+    """
+
+    losses: Mapping[str, float]
+    chosen: str
+
+
+def rehearse(
+    family: Family,
+    rows: Rows,
+    groups: Sequence[Sequence[int]] | None,
+    *,
+    num_private: int,
+    one_step_noise: float,
+) -> Rehearsal:
+    """Compares the models on public rows alone, which costs nothing.
+
+    Public rows play private ones: in each fold, trees learn their values from the other folds with
+    noise that is as large for these rows as it will be for the private ones. There are many more
+    private rows, so the rehearsal is harder on a richer model than the real run. Trees are
+    therefore chosen unless they are worse than the linear model by more than a standard error; a
+    network, which no rehearsal with so few rows can train as the private run will, only if its
+    public start alone is better than both by more than a standard error.
+
+    Args:
+        family: the family of the loss.
+        rows: public rows.
+        groups: features that are indicators of one column's categories.
+        num_private: n.
+        one_step_noise: σ₁, the noise multiplier of a single step with the whole budget.
+    """
+    rng = np.random.default_rng(_PUBLIC_SEED)
+    fold = rng.permutation(np.arange(len(rows)) % _FOLDS)
+    losses: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    for number in range(_FOLDS):
+        known, judges = rows.take(fold != number), rows.take(fold == number)
+        plan = _TreesPlan.of(
+            family, known, groups, num_private=num_private, one_step_noise=one_step_noise
+        )
+        scale = plan.release.l2_clip_norm * one_step_noise * np.sqrt(max(len(plan.model.terms), 1))
+        stddev = scale * len(known) / num_private
+        trees = boosting.learn_values(
+            plan.model,
+            family,
+            known.features,
+            known,
+            plan.release,
+            noise_stddev=stddev,
+            add_noise=lambda total, stddev=stddev: total + rng.normal(size=total.shape) * stddev,
+        )
+        network = _network.Start.of(family, known).network
+        for name, scores in (
+            ("linear", plan.model.start(judges.features)),
+            ("trees", trees(judges.features)),
+            ("network", network(judges.features)),
+        ):
+            losses[name].append(judges.weighted(family.loss(scores, judges.targets)))
+    joined = {name: np.concatenate(found) for name, found in losses.items()}
+
+    def is_worse(one: str, other: str) -> bool:
+        """Returns whether a model is worse by more than a standard error of the difference."""
+        difference = joined[one] - joined[other]
+        return bool(difference.mean() > difference.std() / np.sqrt(len(difference)))
+
+    chosen = "linear" if is_worse("trees", "linear") else "trees"
+    if all(is_worse(other, "network") for other in ("linear", "trees")):
+        chosen = "network"
+    return Rehearsal({name: float(found.mean()) for name, found in joined.items()}, chosen)
+
+
+class _Auto(_Nonlinear):
+    """A model that a rehearsal on public rows has chosen."""
+
+    rehearsal_: Rehearsal | None
+    steps = _NUM_STEPS
+    _kind: type[_PrivateLinearModel] = _PrivateLinearModel
+
+    def _plan(self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float) -> Any:
+        self.rehearsal_, chosen = None, "linear"
+        if x is not None and len(x) >= _FEWEST_PUBLIC and not issparse(private):
+            self.rehearsal_ = rehearse(
+                problem.family,
+                _public_rows(problem, x),
+                self._groups(x.shape[1]),
+                num_private=len(private),
+                one_step_noise=self._one_step(len(private), delta).noise_multiplier,
+            )
+            chosen = self.rehearsal_.chosen
+            if chosen == "network" and self.adjacency != "zero-out":
+                chosen = "trees"
+        self._kind = {"linear": _PrivateLinearModel, "trees": _Trees, "network": _Networks}[chosen]
+        self.model_ = chosen
+        return self._kind._plan(self, problem, x, private, delta)
+
+    def _mechanism(self, num_private, delta, settings, noise) -> Mechanism:
+        return self._kind._mechanism(self, num_private, delta, settings, noise)
+
+    def _method(self, width: int, sparse: bool) -> str:
+        return self._kind._method(self, width, sparse)
+
+    def _count(self, mechanism, delta, shape):
+        return self._kind._count(self, mechanism, delta, shape)
+
+    def _rows(self, plan: Any, X: Any, problem: _Problem) -> Any:
+        return self._kind._rows(self, plan, X, problem)
+
+    def _learn(self, plan, family, rows, mechanism, key) -> Any:
+        return self._kind._learn(self, plan, family, rows, mechanism, key)
+
+    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint) -> Any:
+        return self._kind._run(self, plan, family, rows, mechanism, seed, spend, checkpoint)
+
+    def _keep(self, problem, plan, found, x_public, mechanism) -> None:
+        self._kind._keep(self, problem, plan, found, x_public, mechanism)
+        if self.model_ == "linear":
+            self.scorer_ = scorer_of(self.coef_, self.intercept_)
+            if x_public is not None:
+                self.public_scorer_ = scorer_of(self.public_coef_, self.public_intercept_)
+
+
+def scorer_of(coefficients: np.ndarray, intercepts: Any) -> LinearScorer:
+    """Returns a linear model as a scorer."""
+    return LinearScorer(np.atleast_2d(coefficients), np.atleast_1d(intercepts))
+
+
+@_documented()
+class PrivateAutoRegressor(_Auto, PrivateLinearRegression):
+    """Least squares by the model that public rows prefer: linear, trees or a network.
+
+    `rehearsal_` keeps how the models did on public rows, and `model_` names the chosen one. With
+    fewer than 500 public rows it is the linear one.
+    """
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented()
+class PrivateAutoPoissonRegressor(_Auto, PrivatePoissonRegressor):
+    """Poisson regression by the model that public rows prefer: linear, trees or a network.
+
+    `rehearsal_` keeps how the models did on public rows, and `model_` names the chosen one.
+    """
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
+
+@_documented(_CLASSES)
+class PrivateAutoClassifier(_Auto, PrivateLogisticRegression):
+    """Classification by the model that public rows prefer: linear, trees or a network.
+
+    `rehearsal_` keeps how the models did on public rows, and `model_` names the chosen one.
+    """
+
+    class_weight: Any = None
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
+            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            random_state=random_state,
+        )  # fmt: skip
