@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import onnxruntime
@@ -24,15 +25,38 @@ from mirrordp.tables import (
     TableError,
     export,
 )
+from mirrordp.tables.cells import Cut, TreesScorer
 from mirrordp.tables.columns import MISSING, Tally
 from mirrordp.tables.fitting import TableModel
+from mirrordp.tables.network import NetworkScorer
 from mirrordp.tables.scorers import SCORERS, LinearScorer
 
+KINDS = ("linear", "trees", "network")
 TASKS = ("regression", "count", "two classes", "five classes", "ordered classes")
 WORDS = ("red", "blue", "a,b", 'quote "', "ü", "back\\slash", "line\nbreak")
 
 
-def make_model(task, seed=0, names=("x", "half", "colour", "code", "letter")):
+def make_scorer(kind, outputs, groups, rng):
+    """A scorer of any kind with random numbers; some bins and cells are never met."""
+    width = groups[-1][-1] + 1
+    linear = rng.normal(size=(outputs, width)), rng.normal(size=outputs)
+    if kind == "trees":
+        edges = (np.array([-0.5, 0.2, 0.9]), np.array([0.1]))
+        cuts = (Cut((0,), edges[0]), Cut((1,), edges[1]), Cut(groups[2], np.zeros(0)))
+        terms = ((0,), (2,), (0, 1), (2, 0))
+        sizes = [np.prod([cuts[k].size for k in term]) for term in terms]
+        values = tuple(rng.normal(size=(size, outputs)) for size in sizes)
+        return TreesScorer(*linear, cuts, terms, values)
+    if kind == "network":
+        edges = (np.array([-1.0, 0.0, 0.5]), np.array([-2.0, 0.3, 1.0, 4.0]))
+        sizes = (width + 5, 6, 4, outputs)
+        layers = tuple((rng.normal(size=s), rng.normal(size=s[1])) for s in pairwise(sizes))
+        scale = rng.normal(size=width), rng.uniform(0.5, 2, width)
+        return NetworkScorer(*scale, (0, 1), edges, layers, rng.normal(size=(sizes[0], outputs)))
+    return LinearScorer(*linear)
+
+
+def make_model(task, seed=0, names=("x", "half", "colour", "code", "letter"), kind="linear"):
     """Numbers and categories, with and without a feature for missing cells."""
     rng = np.random.default_rng(seed)
     encoding = TableEncoding(
@@ -52,9 +76,7 @@ def make_model(task, seed=0, names=("x", "half", "colour", "code", "letter")):
         }[task],
     )
     outputs = {"five classes": 5, "ordered classes": 2}.get(task, 1)
-    scorer = LinearScorer(
-        rng.normal(size=(outputs, len(encoding.features))), rng.normal(size=outputs)
-    )
+    scorer = make_scorer(kind, outputs, encoding.groups, rng)
     kinds = {"ordered classes": "ordinal"}
     task = kinds.get(task, "classification") if "classes" in task else task
     privacy = {"epsilon": 1.0, "delta": 1e-6, "adjacency": "zero-out", "unit": "example"}
@@ -110,9 +132,10 @@ def load(source, tmp_path):
     return module
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", TASKS)
-def test_the_numpy_file_computes_the_same(task, tmp_path):
-    model = make_model(task)
+def test_the_numpy_file_computes_the_same(task, kind, tmp_path):
+    model = make_model(task, kind=kind)
     predictor = load(export.numpy_source(model), tmp_path)
     for seed in range(6):
         table = random_table(model, seed)
@@ -234,9 +257,10 @@ def run_onnx(model, table):
     return columns
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", TASKS)
-def test_onnx_computes_the_same(task):
-    model = make_model(task)
+def test_onnx_computes_the_same(task, kind):
+    model = make_model(task, kind=kind)
     for seed in range(6):
         table = random_table(model, seed)
         agrees(model, run_onnx(model, table), expected_of(model, table), 1e-9)

@@ -33,7 +33,7 @@ from mirrordp.tables.cells import TreesScorer
 
 _CURVATURE_WEIGHT = 0.15
 """a: the length of a row's curvature in the release, relative to its residual."""
-_PAIR_RATE = 0.5
+_PAIR_RATE = 0.8
 _CLIP_QUANTILE = 0.95
 _LARGEST_LOG_STEP = 2.0
 _BLOCK = 2**18

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-_PAIR_BINS, _FINE_BINS = 24, 32
+_PAIR_BINS, _FINE_BINS = 16, 32
 _FEWEST_BINS = 4
 MAX_PAIRS = 150
 """The most pairs of columns: each costs a share of the budget."""
