@@ -8,10 +8,11 @@ import time
 import numpy as np
 import pytest
 
+import mirrordp
 from mirrordp import cli
 from mirrordp.data import UNPROTECTED
 from mirrordp.linear import estimators
-from mirrordp.tables import TableError, fitting as tabular, read_table
+from mirrordp.tables import TableError, fitting as tabular, read_table, write_table
 from tests import remembered
 
 SECRET = "zanzibar"
@@ -154,8 +155,8 @@ def test_predictions_are_those_of_the_estimator(files, monkeypatch):
     kept = {}
     make = tabular._estimator
 
-    def remember(task, **options):
-        kept["estimator"] = make(task, **options)
+    def remember(*arguments, **options):
+        kept["estimator"] = make(*arguments, **options)
         return kept["estimator"]
 
     monkeypatch.setattr(tabular, "_estimator", remember)
@@ -170,6 +171,73 @@ def test_predictions_are_those_of_the_estimator(files, monkeypatch):
         np.testing.assert_allclose(
             model.predict(table)["prediction"], kept["estimator"].predict(features)
         )
+
+
+class TestModels:
+    """`--model`: trees and networks as well as linear models, and a choice among them."""
+
+    @staticmethod
+    def write(path, rows, seed):
+        rng = np.random.default_rng(seed)
+        x = rng.uniform(-1, 1, (rows, 2)).round(4)
+        x[:2] = [[-1, -1], [1, 1]]
+        y = np.sign(x[:, 0]) * np.sign(x[:, 1]) + 0.2 * rng.normal(size=rows)
+        write_table(
+            path,
+            {
+                "id": list(range(rows)),
+                "a": x[:, 0].tolist(),
+                "b": x[:, 1].tolist(),
+                "y": y.tolist(),
+            },
+        )
+
+    def test_trees_from_files(self, files, capsys, tmp_path):
+        for name, rows in (("private", 6000), ("public", 600), ("input", 500)):
+            self.write(files[name], rows, len(name))
+        options = [*fit_options(files, epsilon=2), "--test", str(files["input"])]
+        assert cli.main([*options, "--model", "trees", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["model"] == "trees"
+        assert shown["test"]["this model"]["rmse"]["value"] < 0.6
+        assert shown["test"]["public rows alone"]["rmse"]["value"] > 0.9
+        model = mirrordp.load_model(files["out"])
+        assert model.scorer.kind == "trees"
+        with pytest.raises(TypeError, match="only a linear model has coefficients"):
+            model.coefficients  # noqa: B018
+        table = read_table(files["input"])
+        found = model.predict(table)["prediction"]
+        output = tmp_path / "p.csv"
+        options = ["--model", files["out"], "--input", files["input"], "--output", output]
+        assert cli.main(["predict", *map(str, options)]) == 0
+        written = read_table(output).columns["prediction"]
+        np.testing.assert_allclose(np.array(written, float), found)
+
+    def test_the_choice_is_told(self, files, capsys):
+        for name, rows in (("private", 6000), ("public", 600)):
+            self.write(files[name], rows, len(name))
+        assert cli.main(fit_options(files, "regression", epsilon=2)) == 0
+        out = capsys.readouterr().out
+        assert "Rehearsal on public rows, mean loss: linear" in out
+        assert "(model: linear)" not in out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--model", "forest"], "--model"),
+            (["--model", "trees", "--method", "exact"], "expected --method with a linear model"),
+            (["--model", "network", "--guard"], "expected --guard with a linear model"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused(self, files, capsys, options, message):
+        assert cli.main([*fit_options(files), *options]) == 2
+        assert message in capsys.readouterr().err
+        assert not files["out"].exists()
+
+    def test_guard(self, files):
+        assert cli.main([*fit_options(files), "--guard"]) == 0
+        report = json.loads((files["out"] / "report.json").read_text())
+        assert report["results"]["kept"] in ("private model", "public model")
 
 
 def test_without_a_usable_budget_the_public_model_is_returned(capsys, files):

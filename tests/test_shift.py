@@ -212,3 +212,66 @@ def test_cells_beyond_the_public_table_are_counted(tmp_path, capsys):
     # One line for the whole file, which is read in several batches.
     assert f"Column 'x': 1 of 90000 {beyond}" in shown
     assert "Column 'kind': 1 of 90000 cells of no common public category" in shown
+
+
+class TestGuard:
+    """The private test of a result against the public model, which is part of the mechanism."""
+
+    def make(self, better: bool):
+        rng = np.random.default_rng(0)
+        truth = np.array([1.0, -2.0, 0.5])
+        x, xp = rng.normal(size=(4000, 3)), rng.normal(size=(400, 3))
+        y = x @ (truth if better else truth / 2) + 0.1 * rng.normal(size=4000)
+        yp = xp @ (truth / 2) + 0.1 * rng.normal(size=400)
+        return x, y, xp, yp
+
+    def test_costs_one_step_of_the_same_budget(self):
+        x, y, xp, yp = self.make(better=True)
+        plain, guarded = (
+            PrivateLinearRegression(1.0, 1e-6, num_steps=8, guard=guard, random_state=0).fit(
+                x, y, xp, yp
+            )
+            for guard in (False, True)
+        )
+        assert (plain.n_iter_, guarded.n_iter_) == (8, 9)
+        assert guarded.privacy_.charged_steps == 9
+        assert guarded.privacy_.noise_multiplier > plain.privacy_.noise_multiplier
+        assert guarded.privacy_.epsilon <= 1
+
+    def test_keeps_what_private_rows_fit_better(self):
+        x, y, xp, yp = self.make(better=True)
+        model = PrivateLinearRegression(1.0, 1e-6, guard=True, random_state=0).fit(x, y, xp, yp)
+        assert model.privacy_.results["kept"] == "private model"
+        assert not np.allclose(model.coef_, model.public_coef_)
+
+    def test_falls_back_from_a_descent_that_went_wrong(self):
+        x, y, xp, yp = self.make(better=False)
+        options = {"num_steps": 8, "learning_rate": 100.0, "l2_clip_norm": 0.1}
+        wrong = PrivateLinearRegression(0.1, 1e-6, random_state=0, **options)
+        wrong.fit(x, y, xp, yp)
+        model = PrivateLinearRegression(0.1, 1e-6, guard=True, random_state=0, **options)
+        model.fit(x, y, xp, yp)
+        assert model.privacy_.results["kept"] == "public model"
+        assert (model.coef_ == model.public_coef_).all()
+        assert np.linalg.norm(wrong.coef_ - model.coef_) > 0.03
+
+    def test_a_row_moves_the_test_by_the_clip_norm(self):
+        rng = np.random.default_rng(0)
+        rows = descent.Rows(rng.normal(size=(50, 3)), rng.normal(size=(50, 1)))
+        start, end = rng.normal(size=(3, 1)), rng.normal(size=(3, 1))
+        totals = []
+        for target in (1e200, -1e200, 0.0, np.nan, 3.0):
+            targets = rows.targets.copy()
+            targets[7] = target
+            changed = descent.Rows(rows.features, targets)
+            totals.append(descent.clipped_gain(SQUARED_ERROR, start, end, changed, 0.5, 2.0))
+        without = descent.Rows(rows.features, rows.targets, np.arange(50) != 7)
+        base = descent.clipped_gain(SQUARED_ERROR, start, end, without, 0.5, 2.0)
+        moved = np.abs(np.array(totals) - base)
+        assert moved.max() <= 2.0
+        assert moved.max() > 1.9
+
+    def test_needs_public_rows(self):
+        x, y, _, _ = self.make(better=True)
+        with pytest.raises(ValueError, match="guard=True compares"):
+            PrivateLinearRegression(1.0, 1e-6, guard=True).fit(x, y)

@@ -132,6 +132,12 @@ def add(commands: Any) -> None:
         help="learning rate of the private descent (default: chosen on public rows)",
     )
     parser.add_argument(
+        "--guard",
+        action="store_true",
+        help="spend one more noisy step on a test of a linear model against that of the public "
+        "rows, which is kept if private rows fit it as well",
+    )
+    parser.add_argument(
         "--secure",
         action="store_true",
         help="take noise from a cryptographic generator, exact on a lattice, for models to release "
@@ -205,6 +211,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 allow_large_delta=arguments.allow_large_delta,
                 model=arguments.model,
                 method=arguments.method,
+                guard=arguments.guard,
                 learning_rate=arguments.learning_rate or "auto",
                 secure=arguments.secure,
                 seed=arguments.seed,

@@ -96,7 +96,9 @@ def _bins(scaled: np.ndarray) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
     found = {}
     for feature, column in enumerate(scaled.T):
         if len(np.unique(column)) > 3:
-            borders = np.unique(np.quantile(column, np.linspace(0, 1, NUM_BINS + 1)))
+            # Distinct as float32 too, in which the network is trained.
+            borders = np.quantile(column, np.linspace(0, 1, NUM_BINS + 1)).astype(np.float32)
+            borders = np.unique(borders).astype(np.float64)
             if len(borders) > 2:
                 found[feature] = borders
     return tuple(found), tuple(found.values())
@@ -131,7 +133,7 @@ class Loss:
         self._family, self._cut = family, cut
         self._edges = tuple(borders.astype(np.float32) for borders in edges)
 
-    def __call__(self, params: Any, example: tuple[jax.Array, ...]) -> jax.Array:
+    def __call__(self, params: Any, example: tuple[Any, ...]) -> jax.Array:
         row, targets, weight = example
         z = inputs(jnp, row, self._cut, self._edges)
         scores = forward(jnp, params["layers"], params["skip"], z)
@@ -144,7 +146,7 @@ def _warm(
     """Learns from public rows, and returns the iterate that is best on held-out ones."""
     optimizer = optax.adamw(_RATE, weight_decay=_WEIGHT_DECAY)
 
-    def mean(params: Params, rows: tuple[jax.Array, ...]) -> jax.Array:
+    def mean(params: Params, rows: tuple[Any, ...]) -> jax.Array:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows).mean()
 
     @jax.jit

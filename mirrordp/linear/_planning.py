@@ -6,20 +6,21 @@ In: public rows, or the bounds that the caller knows, and the noise that the bud
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import scipy.sparse
 
 from mirrordp._warn import warn
 from mirrordp.linear import tuning
-from mirrordp.linear.descent import Rows, gradient_norms
+from mirrordp.linear.descent import Rows, gradient_norms, row_gains
 from mirrordp.linear.tuning import DescentSettings, PublicObjective
 from mirrordp.mirror.families import Family
 
 # The search on public rows need not be secret, and the same rows shall give the same settings.
 _PUBLIC_SEED = 0
+_GAIN_QUANTILE = 0.95
 # The most steps of DP-SGD without public rows.
 _MAX_COLD_STEPS = 300
 
@@ -117,6 +118,21 @@ def _bounded(x: np.ndarray, row_norm_bound: float | None) -> np.ndarray:
     return x * (row_norm_bound / np.maximum(norms, row_norm_bound))
 
 
+class FitPlan(Protocol):
+    """What every plan of a fit has.
+
+    Attributes:
+        settings: clip norm, step count and learning rate.
+        theta: arrays of the shape that is released.
+    """
+
+    @property
+    def settings(self) -> DescentSettings: ...
+
+    @property
+    def theta(self) -> Any: ...
+
+
 class Plan(NamedTuple):
     """The parts of a fit that are fixed before a private row is read.
 
@@ -124,11 +140,13 @@ class Plan(NamedTuple):
         scaling: what is done to each row.
         theta: Θ_0, in the coordinates of the scaled rows.
         settings: clip norm, step count and learning rate.
+        guard: for parameters at the end, a bound on what a row can gain; None without public rows.
     """
 
     scaling: Scaling
     theta: np.ndarray
     settings: DescentSettings
+    guard: Callable[[np.ndarray], float] | None = None
 
 
 def plan_warm(
@@ -187,7 +205,13 @@ def plan_warm(
         clip = float(np.quantile(norms, settings.l2_clip_norm))
         # If all public residuals are zero, any clip norm will do.
         settings = settings._replace(l2_clip_norm=clip if clip > 0 else 1.0)
-    return Plan(dataclasses.replace(scaling, basis=basis), theta, settings)
+    scaling = dataclasses.replace(scaling, basis=basis)
+
+    def guard(end: np.ndarray) -> float:
+        gains = row_gains(family, theta, end, Rows(scaling(x), targets))
+        return float(np.quantile(np.abs(gains), _GAIN_QUANTILE)) or 1.0
+
+    return Plan(scaling, theta, settings, guard)
 
 
 def plan_cold(

@@ -233,6 +233,7 @@ def private_descent(
     *,
     learning_rate: float,
     key: jax.Array,
+    guard: Callable[[np.ndarray], float] | None = None,
 ) -> np.ndarray:
     """Runs full-batch private gradient descent from Θ_0 and returns the average of its iterates:
 
@@ -243,6 +244,10 @@ def private_descent(
     scaled by the inverse root of a Hessian this is mirror descent on the quadratic map with that
     Hessian.
 
+    With a guard, the last of the T steps is a test instead: the sum over private rows of what each
+    gains, its loss at Θ_0 less its loss at the end, clipped to ±B and scaled by C/B, with the noise
+    of a step. If that is negative, Θ_0 is returned.
+
     Args:
         family: the family of the loss.
         theta: Θ_0, which must not come from private rows.
@@ -250,6 +255,7 @@ def private_descent(
         mechanism: decides T, C, σ and n. Its noise is added here, once per step, in float64.
         learning_rate: η.
         key: the seed of the noise, which must be secret.
+        guard: returns B for the Θ at the end; public rows decide it.
     """
     expected = mechanism.sampling.num_examples
     if mechanism.sampling.sampling_prob != 1 or expected != len(rows):
@@ -264,13 +270,39 @@ def private_descent(
     def gradient(theta: np.ndarray) -> np.ndarray:
         return mechanism.mean(add_noise(clipped_sum(theta, rows)))
 
-    return descend_safely(
+    end = descend_safely(
         gradient,
         theta,
-        num_steps=mechanism.num_steps,
+        num_steps=mechanism.num_steps - (guard is not None),
         learning_rate=learning_rate,
         noise=mechanism.noise_stddev / len(rows),
     )
+    if guard is None:
+        return end
+    assert isinstance(rows, Rows)
+    gain = clipped_gain(family, theta, end, rows, guard(end), mechanism.l2_clip_norm)
+    return end if add_noise(np.array([gain]))[0] >= 0 else theta
+
+
+def row_gains(family: Family, start: np.ndarray, end: np.ndarray, rows: Rows) -> np.ndarray:
+    """Returns by how much the loss of each row is lower at the end, without noise."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        before, after = (
+            family.loss(scores_of(rows.features, theta), rows.targets) for theta in (start, end)
+        )
+        return rows.weighted(before - after)
+
+
+def clipped_gain(
+    family: Family, start: np.ndarray, end: np.ndarray, rows: Rows, bound: float, limit: float
+) -> float:
+    """Returns Σ_i clip(gain_i, ±B) C/B as an exact sum to which a row adds at most C."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        gains = np.clip(row_gains(family, start, end, rows) / bound, -1.0, 1.0)
+    keep = np.isfinite(gains) if rows.counts is None else np.isfinite(gains) & rows.counts
+    grain = 2.0 ** sums.grain_exponent(limit)
+    grains = np.trunc(np.where(keep, gains, 0.0) * (limit * (1 - sums.RESERVE) / grain))
+    return grain * int(grains.astype(np.int64).sum())
 
 
 class NoiseStream:

@@ -31,7 +31,7 @@ from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import _inputs, _pipelines, descent, uncertainty
-from mirrordp.linear._planning import Plan, plan_cold, plan_warm
+from mirrordp.linear._planning import FitPlan, Plan, plan_cold, plan_warm
 from mirrordp.linear.descent import Rows, SparseRows
 from mirrordp.linear.tuning import DescentSettings
 from mirrordp.mirror import families
@@ -139,6 +139,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         l2_clip_norm: float | str = "auto",
         learning_rate: float | str = "auto",
         row_norm_bound: float | None = None,
+        guard: bool = False,
         adjacency: str = "zero-out",
         secure: bool = False,
         random_state: Any = None,
@@ -152,6 +153,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self.l2_clip_norm = l2_clip_norm
         self.learning_rate = learning_rate
         self.row_norm_bound = row_norm_bound
+        self.guard = guard
         self.adjacency = adjacency
         self.secure = secure
         self.random_state = random_state
@@ -225,6 +227,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             raise ValueError(
                 "X_public and y_public go together, got one of them. Pass both or neither."
             )
+        if self.guard and (X_public is None or issparse(X)):
+            raise ValueError(
+                "guard=True compares with the model of public rows, and takes dense rows. Pass "
+                "X_public and y_public as arrays or frames, or leave guard out."
+            )
         frames = _inputs.encoded_frames(X, X_public)
         self.encoding_ = None if frames is None else frames.encoding
         self.unprotected_cells_ = {} if frames is None else frames.unprotected_cells
@@ -270,7 +277,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             rows = self._rows(plan, X, problem)
             found = self._run(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
         self._keep(problem, plan, found, X_public, mechanism)
-        self.n_iter_ = plan.settings.num_steps
+        self.n_iter_ = mechanism.num_steps if plan.settings.num_steps else 0
         num_public = 0 if X_public is None else len(X_public)
         method = "cold DP-SGD"
         if num_public:
@@ -292,6 +299,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 "num_public": num_public,
                 "num_steps": self.n_iter_,
                 "learning_rate": plan.settings.learning_rate,
+                **(
+                    {"kept": "public model" if found is plan.theta else "private model"}
+                    if self.guard and plan.settings.num_steps
+                    else {}
+                ),
             },
         )
         return self
@@ -318,6 +330,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             mechanism,
             learning_rate=plan.settings.learning_rate,
             key=key,
+            guard=plan.guard if self.guard else None,
         )
 
     def _keep(
@@ -341,7 +354,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         start = self._decode(problem, *plan.scaling.original(plan.theta))
         self.public_coef_, self.public_intercept_ = start
         self.noise_root_ = self.noise_stddev_ = None
-        if plan.settings.num_steps == 0:
+        if theta is plan.theta:
             self.noise_root_ = np.zeros((theta.shape[1], x.shape[1], 1))
         elif theta.size <= uncertainty.MAX_PARAMETERS:
             assert problem.public_targets is not None
@@ -351,7 +364,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 Rows(plan.scaling(x), problem.public_targets, weights=problem.public_weights),
                 l2_clip_norm=mechanism.l2_clip_norm,
                 noise=mechanism.noise_stddev / mechanism.sampling.expected_batch_size,
-                num_steps=mechanism.num_steps,
+                num_steps=plan.settings.num_steps,
                 learning_rate=plan.settings.learning_rate,
             )
             columns, _ = plan.scaling.original(root.reshape(len(theta), -1))
@@ -378,7 +391,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 f"adjacency must be 'zero-out' or 'replace', got {self.adjacency!r}. The noisy sum "
                 "is divided by the number of rows, which therefore counts as public."
             )
-        _validate.instance_of(bool, secure=self.secure)
+        _validate.instance_of(bool, secure=self.secure, guard=self.guard)
         if self.secure:
             require_cryptography()
             if self.random_state is not None:
@@ -407,7 +420,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             epsilon=self.epsilon,
             delta=delta,
             sampling=FullBatch.of(num_private),
-            num_steps=max(settings.num_steps, 1),
+            num_steps=max(settings.num_steps, 1) + (self.guard and settings.num_steps > 0),
             l2_clip_norm=settings.l2_clip_norm,
             adjacency=Adjacency(self.adjacency),
             noise=noise,
@@ -417,8 +430,13 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         """Returns the mechanism that spends the whole budget on one sum over all rows."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # The run itself warns of a large delta.
-            return _PrivateLinearModel._mechanism(
-                self, num_private, delta, DescentSettings(1.0, 1, 1.0), GaussianNoise()
+            return Mechanism.calibrate(
+                epsilon=self.epsilon,
+                delta=delta,
+                sampling=FullBatch.of(num_private),
+                num_steps=1,
+                l2_clip_norm=1.0,
+                adjacency=Adjacency(self.adjacency),
             )
 
     def _follows_hessian(self, width: int, sparse: bool) -> bool:
@@ -426,7 +444,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         too_wide = sparse and width > _WIDEST_SPARSE
         return self.method == "exact" or (self.method == "auto" and not too_wide)
 
-    def _plan(self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float) -> Plan:
+    def _plan(self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float) -> FitPlan:
         """Returns scaling, start and settings, which follow from public rows and the budget.
 
         Of private rows only the shape is used, and whether they are sparse.
@@ -456,7 +474,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self,
         plan: Any,
         family: Family,
-        rows: Rows | SparseRows,
+        rows: Any,
         mechanism: Mechanism,
         seed: int | None,
         spend: Ledger | Budget | None,
@@ -594,6 +612,8 @@ _SHARED_PARAMETERS = """
         num_steps: T, or "auto".
         l2_clip_norm: C in units of the scaled features and targets, or "auto".
         learning_rate: η in the same units, or "auto".
+        guard: whether to spend one more step on a private test of the result. If private rows do
+            not seem to fit it better than the public model, the public model is the result.
         row_norm_bound: R. Private and public rows longer than R are scaled down to norm R in
             training. Without public rows, features are also divided by R.
         adjacency: "zero-out", or "replace" for the stronger guarantee with twice the noise.
@@ -664,6 +684,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         l2_clip_norm="auto",
         learning_rate="auto",
         row_norm_bound=None,
+        guard=False,
         adjacency="zero-out",
         secure=False,
         random_state=None,
@@ -671,8 +692,8 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         super().__init__(
             epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
             method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
-            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
-            secure=secure, random_state=random_state,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, guard=guard,
+            adjacency=adjacency, secure=secure, random_state=random_state,
         )  # fmt: skip
         self.target_range = target_range
 
@@ -772,6 +793,7 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
         l2_clip_norm="auto",
         learning_rate="auto",
         row_norm_bound=None,
+        guard=False,
         adjacency="zero-out",
         secure=False,
         random_state=None,
@@ -779,8 +801,8 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
         super().__init__(
             epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
             method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
-            learning_rate=learning_rate, row_norm_bound=row_norm_bound, adjacency=adjacency,
-            secure=secure, random_state=random_state,
+            learning_rate=learning_rate, row_norm_bound=row_norm_bound, guard=guard,
+            adjacency=adjacency, secure=secure, random_state=random_state,
         )  # fmt: skip
         self.classes = classes
         self.class_weight = class_weight

@@ -60,6 +60,7 @@ class _Nonlinear(_PrivateLinearModel):
     learning_rate: Any = "auto"
     row_norm_bound: Any = None
     target_range: Any = None
+    guard: Any = False
 
     def _groups(self, width: int) -> Sequence[Sequence[int]] | None:
         """Returns the features that are indicators of one column's categories."""

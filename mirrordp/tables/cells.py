@@ -206,14 +206,15 @@ def _cut(x: np.ndarray, column: tuple[int, ...], num_bins: int) -> Cut | None:
     """Cuts a column at public quantiles; None if it is constant on public rows."""
     if len(column) > 1:
         return Cut(column, np.zeros(0))
-    values = np.unique(x[:, column[0]])
+    feature = max(column)
+    values = np.unique(x[:, feature])
     if len(values) < 2:
         return None
     if len(values) <= num_bins:
         edges = (values[1:] + values[:-1]) / 2
     else:
         shares = np.linspace(0, 1, num_bins + 1)[1:-1]
-        edges = np.unique(np.quantile(x[:, column[0]], shares))
+        edges = np.unique(np.quantile(x[:, feature], shares))
         edges = edges[(edges > values[0])]
     return Cut(column, edges) if len(edges) else None
 

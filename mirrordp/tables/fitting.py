@@ -355,6 +355,7 @@ def fit_files(
     model: str = "auto",
     method: str = "auto",
     learning_rate: float | str = "auto",
+    guard: bool = False,
     secure: bool = False,
     seed: int | None = None,
     categorical: Sequence[str] = (),
@@ -382,11 +383,13 @@ def fit_files(
             number of rows (`accounting.default_delta`).
         allow_large_delta: whether to accept a δ above one over the number of private rows.
         model: "linear", "trees" (values of cells of one or two columns), "network" (a small one),
-            or "auto": the one that a rehearsal on public rows prefers. `method` and `learning_rate`
-            are settings of linear models, and "auto" is linear if one of them is given. So is
-            every ordinal model.
+            or "auto": the one that a rehearsal on public rows prefers. `method`, `learning_rate`
+            and `guard` are settings of linear models, and "auto" is linear if one of them is
+            given. So is every ordinal model.
         method: "exact" (mirror descent), "dpsgd" (warm DP-SGD), or "auto"; see the estimators.
         learning_rate: η of the descent, or "auto".
+        guard: whether to test the linear model privately against that of the public rows, which
+            takes the place of a model that private rows do not fit better.
         secure: whether the noise comes from a cryptographic generator; see the estimators.
         seed: makes the run reproducible and unfit for release; None for a run to release.
         categorical: columns whose numbers are codes of categories.
@@ -411,7 +414,7 @@ def fit_files(
     private, public = Path(private), Path(public)
     if ceiling and test is None:
         raise TableError("expected --test with --ceiling, got none; add test rows.")
-    kind, settings = _kind(task, model, method, learning_rate)
+    kind, settings = _kind(task, model, method, learning_rate, guard)
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "
@@ -526,11 +529,11 @@ def fit_files(
 
 
 def _kind(
-    task: str, model: str, method: str, learning_rate: float | str
+    task: str, model: str, method: str, learning_rate: float | str, guard: bool
 ) -> tuple[str, dict[str, Any]]:
     """Returns the kind of model to fit, and the settings that only linear ones have."""
-    settings = {"method": method, "learning_rate": learning_rate}
-    given = [name for name, value in settings.items() if value != "auto"]
+    settings = {"method": method, "learning_rate": learning_rate, "guard": guard}
+    given = [name for name, value in settings.items() if value not in ("auto", False)]
     if model not in MODELS:
         raise TableError(f"expected --model {listed(MODELS)}, got {model!r}; choose one.")
     if model in ("trees", "network"):
