@@ -455,3 +455,34 @@ class TestNotANumber:
             accountant=Accountant.RDP,
         )
         assert found >= 2
+
+
+class TestSearches:
+    """The searches behind budgets, whose answers were seen to fit."""
+
+    @pytest.mark.parametrize("least", [0.0123, 0.4, 1.0, 3.7, 900.0])
+    def test_least_noise(self, least):
+        found = accounting.least_noise(lambda sigma: sigma >= least)
+        assert least <= found <= 1.0012 * least
+        assert found == float(f"{found:.5g}")
+
+    def test_noise_that_is_never_enough(self):
+        tried = []
+        assert accounting.least_noise(lambda sigma: tried.append(sigma)) is None
+        assert max(tried) == 2**30
+
+    @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 1000, 123_457])
+    def test_most_steps(self, most):
+        asked = []
+
+        def fits(steps):
+            asked.append(steps)
+            return steps <= most
+
+        assert accounting.most_steps(fits) == most
+        assert len(asked) <= 2 * math.log2(most + 2) + 2
+
+    def test_a_delta_of_one_over_n_is_the_largest(self):
+        accounting.require_small_delta(1e-3, 1000)
+        with pytest.raises(ValueError, match="expected delta of at most"):
+            accounting.require_small_delta(1.01e-3, 1000)
