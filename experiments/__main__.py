@@ -19,7 +19,7 @@ COMMANDS = {
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
     "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
-    "models": ("experiments.models", "real tables: linear models, trees, networks and peers"),
+    "models": ("experiments.table_models", "real tables: linear models, trees, networks and peers"),
     "shift": ("experiments.shift", "real tables whose public rows are no random sample"),
 }
 

@@ -1,249 +1,303 @@
-"""`python -m experiments models`: linear models, trees, networks and their peers on real tables.
+"""The paper's networks as plain JAX: `init(key) -> params` and `loss(params, example) -> scalar`.
 
-All methods get the same public and private rows, encoded by the public ones, and are judged on the
-same test rows. Ours are those of `mirrordp fit --model`; the peers are gradient boosting of the
-public rows alone, and, in an environment of their own, InterpretML's DP-EBM and diffprivlib.
+An example of the image networks is `(image, label)`, with the image as float32 [height, width,
+channels]; one of the language models is a row of token numbers, of which each predicts the next.
+Where the paper's table is silent, field practice decides: tanh activations, "same" padding for
+CIFAR-10, and two 2x2 stride-1 max-pools in the EMNIST network of Papernot et al.
 """
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
-import threadpoolctl
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.metrics import roc_auc_score
+import jax
+import jax.numpy as jnp
+from jax import lax
 
-import mirrordp
-from experiments import records, sections
-from experiments.options import at_least, existing_file
-from experiments.shift import DELTA, PACKAGES, TABLES, TEST_FRACTION
-from mirrordp.linear import estimators, nonlinear
-from mirrordp.tables import Table, learn_encoding
-
-RESULTS = Path(__file__).parent / "results" / "models"
-NUM_PUBLIC = {"flights": 2000, "adult": 1000, "housing": 1000}
-METHODS = {
-    "linear": "linear",
-    "trees": "trees",
-    "network": "network",
-    "auto": "`auto`",
-    "boosting": "boosting, public rows alone",
-    "ebm": "DP-EBM",
-    "diffprivlib": "diffprivlib, linear",
-    "forest": "diffprivlib, forest",
-}
-PEERS = ("ebm", "diffprivlib", "forest")
-
-Arrays = Mapping[str, np.ndarray]
+from mirrordp.types import LossFn, Params
 
 
-def split_table(table: Table, name: str, seed: int) -> tuple[Arrays, str, tuple]:
-    """Returns encoded public, private and test rows, the task, and the groups of features."""
-    task, target, _ = TABLES[name]
-    order = np.random.default_rng(seed).permutation(len(table))
-    test, rest = np.split(order, [round(TEST_FRACTION * len(order))])
-    parts = {"public": rest[: NUM_PUBLIC[name]], "private": rest[NUM_PUBLIC[name] :], "test": test}
+class Network(NamedTuple):
+    """A network: how to initialise it, what it predicts, and its loss on one example."""
 
-    def rows(numbers: np.ndarray) -> Table:
-        mask = np.zeros(len(table), bool)
-        mask[numbers] = True
-        return table.rows(mask)
-
-    encoding = learn_encoding(rows(parts["public"]), target=target, task=task).encoding
-    found = {}
-    for part, numbers in parts.items():
-        encoded = encoding.encode([rows(numbers)], private=False)
-        usable = ~encoded.unusable
-        found[f"{part}_x"], found[f"{part}_y"] = encoded.features[usable], encoded.target[usable]
-    return found, task, encoding.groups
+    init: "callable"
+    predict: "callable"
+    loss: LossFn
 
 
-def _ours(kind: str) -> Callable[..., tuple[np.ndarray, str]]:
-    def fit(data: Arrays, task: str, groups: tuple, epsilon: float, seed: int):
-        options = {"epsilon": epsilon, "delta": DELTA, "random_state": seed}
-        if kind == "linear":
-            name = {
-                "regression": estimators.PrivateLinearRegression,
-                "classification": estimators.PrivateLogisticRegression,
-            }[task]
-            model = name(**options)
-        else:
-            suffix = {"regression": "Regressor", "classification": "Classifier"}[task]
-            model = getattr(nonlinear, f"Private{kind.title()}{suffix}")(groups=groups, **options)
-        model.fit(data["private_x"], data["private_y"], data["public_x"], data["public_y"])
-        return predicted(model, data["test_x"], task), getattr(model, "model_", kind)
-
-    return fit
+def _dense_init(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
+    """Returns Glorot-uniform weights."""
+    limit = math.sqrt(6 / (fan_in + shape[-1]))
+    return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
 
-def _boosting(data: Arrays, task: str, groups: tuple, epsilon: float, seed: int):
-    del groups, epsilon
-    is_regression = task == "regression"
-    kind = HistGradientBoostingRegressor if is_regression else HistGradientBoostingClassifier
-    model = kind(random_state=seed, early_stopping=True).fit(data["public_x"], data["public_y"])
-    return predicted(model, data["test_x"], task), "boosting"
+def _conv(x: jax.Array, layer: Params, *, stride: int = 1, padding: str = "SAME") -> jax.Array:
+    out = lax.conv_general_dilated(
+        x[None],
+        layer["kernel"],
+        (stride, stride),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )[0]
+    return jnp.tanh(out + layer["bias"])
 
 
-def predicted(model, x: np.ndarray, task: str) -> np.ndarray:
-    """Returns expected values, or the probability of the second class."""
-    return model.predict(x) if task == "regression" else model.predict_proba(x)[:, 1]
+def _conv_init(key: jax.Array, size: int, inputs: int, outputs: int) -> Params:
+    fan_in, fan_out = size * size * inputs, size * size * outputs
+    limit = math.sqrt(6 / (fan_in + fan_out))
+    kernel = jax.random.uniform(key, (size, size, inputs, outputs), minval=-limit, maxval=limit)
+    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
-FITS = {kind: _ours(kind) for kind in ("linear", "trees", "network", "auto")} | {
-    "boosting": _boosting
-}
+def _dense(x: jax.Array, layer: Params) -> jax.Array:
+    return x @ layer["kernel"] + layer["bias"]
 
 
-def peers(
-    python: Path, data: Arrays, task: str, epsilon: float, seed: int
-) -> dict[str, tuple[np.ndarray, float]]:
-    """Fits the peers in their own environment; returns predictions and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.npz"
-        about = {"task": task, "epsilon": epsilon, "delta": DELTA, "seed": seed}
-        np.savez(path, about=json.dumps(about), **data)
-        script = Path(__file__).with_name("models_peer.py")
-        subprocess.run([str(python), str(script), str(path)], check=True)
-        with np.load(f"{path}.out.npz") as found:
-            return {
-                name: (found[name], float(found[f"{name}_seconds"]))
-                for name in PEERS
-                if name in found
-            }
+def _linear_init(key: jax.Array, inputs: int, outputs: int) -> Params:
+    return {"kernel": _dense_init(key, inputs, inputs, outputs), "bias": jnp.zeros(outputs)}
 
 
-def measured(task: str, target: np.ndarray, found: np.ndarray) -> dict[str, float]:
-    """Returns the RMSE, or AUC and log loss."""
-    if task == "regression":
-        return {"rmse": float(np.sqrt(np.mean((found - target) ** 2)))}
-    shares = np.clip(np.where(target == 1, found, 1 - found), 1e-15, 1)
-    return {"auc": float(roc_auc_score(target, found)), "loss": float(-np.log(shares).mean())}
+def _max_pool(x: jax.Array, *, stride: int) -> jax.Array:
+    """Returns the maxima over windows of 2x2."""
+    if stride == 1:
+        # Windows overlap, and what a compiler makes of the gradient is slow: neighbours instead.
+        x = jnp.maximum(x[1:], x[:-1])
+        return jnp.maximum(x[:, 1:], x[:, :-1])
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 2, 1), (stride, stride, 1), "VALID")
 
 
-def table_of(found: Sequence[records.Record]) -> str:
-    """Tabulates the mean over seeds of each method, with its standard deviation."""
-    lines = [
-        f"| table | ε | measure | seeds | {' | '.join(METHODS.values())} |",
-        "|---" * (4 + len(METHODS)) + "|",
-    ]
-    keys = sorted({(line["table"], line["epsilon"]) for line in found})
-    for name, epsilon in keys:
-        metric = "rmse" if TABLES[name][0] == "regression" else "auc"
-        digits = ".0f" if metric == "rmse" else ".4f"
-        values = {
-            method: [
-                line[metric]
-                for line in found
-                if (line["table"], line["epsilon"], line["method"]) == (name, epsilon, method)
-            ]
-            for method in METHODS
+def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits) - logits[label]
+
+
+def cifar10_cnn(widths: Sequence[int] = (32, 32, 64, 64, 128, 128), hidden: int = 128) -> Network:
+    """Makes a network of six 3x3 convolutions, three max-pools and a hidden layer.
+
+    By default it is the paper's, with 550,570 parameters; tests use smaller ones.
+    """
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 8)
+        inputs = (3, *widths[:-1])
+        convs = [_conv_init(k, 3, a, b) for k, a, b in zip(keys[:6], inputs, widths, strict=True)]
+        return {
+            "convs": convs,
+            "hidden": _linear_init(keys[6], 4 * 4 * widths[-1], hidden),
+            "out": _linear_init(keys[7], hidden, 10),
         }
-        means = {method: np.mean(some) for method, some in values.items() if some}
-        private = {method: mean for method, mean in means.items() if method != "boosting"}
-        best = min(private.values()) if metric == "rmse" else max(private.values())
-        cells = []
-        for method in METHODS:
-            if method not in means:
-                cells.append("not run")
-                continue
-            text = f"{means[method]:{digits}}"
-            text = f"**{text}**" if means[method] == best else text
-            cells.append(f"{text} ± {np.std(values[method]):{digits}}")
-        seeds = max(map(len, values.values()))
-        lines.append(f"| {name} | {epsilon:g} | {metric.upper()} | {seeds} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+
+    def predict(params: Params, image: jax.Array) -> jax.Array:
+        x = image
+        for number, layer in enumerate(params["convs"]):
+            x = _conv(x, layer)
+            if number % 2 == 1:
+                x = _max_pool(x, stride=2)
+        x = jnp.tanh(_dense(x.reshape(-1), params["hidden"]))
+        return _dense(x, params["out"])
+
+    return _classifier(init, predict)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Computes what is missing, then writes the table; see `--help`."""
-    parser = argparse.ArgumentParser(prog="python -m experiments models", description=__doc__)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--epsilons", nargs="+", type=float, default=[0.3, 1.0, 3.0])
-    parser.add_argument("--seeds", type=at_least(1), default=10, help="number of seeds")
-    parser.add_argument("--data-root", type=Path, default=Path("data"), help="as for tabular")
-    parser.add_argument(
-        "--peer-python", type=Path, help="Python with interpret-core and diffprivlib"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
-    arguments = parser.parse_args(argv)
-    path = arguments.out / "runs.jsonl"
-    sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])
-    provenance = records.provenance((*PACKAGES, "optax"), sources, "cpu")
-    done = {tuple(line[k] for k in ("table", "method", "epsilon", "seed"))
-            for line in records.read(path)}  # fmt: skip
-    for name in arguments.tables:
-        table = None
-        for seed in range(arguments.seeds):
-            missing = [
-                (method, epsilon)
-                for epsilon in arguments.epsilons
-                for method in arguments.methods
-                if (name, method, epsilon, seed) not in done
-                and (method not in PEERS or arguments.peer_python is not None)
+def emnist_cnn(widths: tuple[int, int] = (16, 32), hidden: int = 32) -> Network:
+    """Makes a network of two convolutions (8x8 and 4x4, stride 2) and a hidden layer.
+
+    By default it is the paper's, with 27,231 parameters; tests use smaller ones.
+    """
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 4)
+        return {
+            "conv1": _conv_init(keys[0], 8, 1, widths[0]),
+            "conv2": _conv_init(keys[1], 4, *widths),
+            "hidden": _linear_init(keys[2], 4 * 4 * widths[1], hidden),
+            "out": _linear_init(keys[3], hidden, 47),
+        }
+
+    def predict(params: Params, image: jax.Array) -> jax.Array:
+        x = _max_pool(_conv(image, params["conv1"], stride=2), stride=1)
+        x = _max_pool(_conv(x, params["conv2"], stride=2, padding="VALID"), stride=1)
+        x = jnp.tanh(_dense(x.reshape(-1), params["hidden"]))
+        return _dense(x, params["out"])
+
+    return _classifier(init, predict)
+
+
+def _classifier(init, predict) -> Network:
+    def loss(params: Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
+        image, label = example
+        return _cross_entropy(predict(params, image), label)
+
+    return Network(init, predict, loss)
+
+
+def lstm_language_model(vocabulary: int = 8000, width: int = 120, layers: int = 2) -> Network:
+    """Makes WikiText-2's network: embedding, LSTM layers of equal width, dense output."""
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 2 + 2 * layers)
+        cells = [
+            {
+                "input": _dense_init(keys[2 + 2 * n], width, width, 4 * width),
+                "state": _dense_init(keys[3 + 2 * n], width, width, 4 * width),
+                # A forget gate that starts open lets gradients through from the first step.
+                "bias": jnp.zeros(4 * width).at[width : 2 * width].set(1.0),
+            }
+            for n in range(layers)
+        ]
+        return {
+            "embedding": jax.random.uniform(keys[0], (vocabulary, width), minval=-0.1, maxval=0.1),
+            "cells": cells,
+            "out": _linear_init(keys[1], width, vocabulary),
+        }
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        return _next_word_loss(_language_model(params, tokens[:-1]), tokens[1:])
+
+    return Network(init, _language_model, loss)
+
+
+def dropout_loss(params: Params, tokens: jax.Array, key: jax.Array, *, rate: float) -> jax.Array:
+    """Returns `lstm_language_model`'s loss with dropout before and after its LSTM layers."""
+    keys = jax.random.split(key, 1 + len(params["cells"]))
+
+    def dropped(x: jax.Array, layer: int) -> jax.Array:
+        kept = jax.random.bernoulli(keys[layer], 1 - rate, x.shape)
+        return jnp.where(kept, x / (1 - rate), 0.0)
+
+    return _next_word_loss(_language_model(params, tokens[:-1], dropped), tokens[1:])
+
+
+def _language_model(params: Params, tokens: jax.Array, changed=lambda x, layer: x) -> jax.Array:
+    """Returns the logits of the next word; `changed` may alter what leaves each layer."""
+    x = changed(params["embedding"][tokens], 0)
+    for number, cell in enumerate(params["cells"]):
+        x = changed(_lstm(cell, x), 1 + number)
+    return _dense(x, params["out"])
+
+
+def _next_word_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+
+
+def _lstm(cell: Params, inputs: jax.Array) -> jax.Array:
+    width = cell["state"].shape[0]
+    projected = inputs @ cell["input"] + cell["bias"]
+
+    def step(state, x):
+        hidden, memory = state
+        gates = x + hidden @ cell["state"]
+        i, f, g, o = jnp.split(gates, 4)
+        memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zero = jnp.zeros(width, inputs.dtype)
+    _, outputs = lax.scan(step, (zero, zero), projected)
+    return outputs
+
+
+def _fast_lstm(cell: Params, inputs: jax.Array) -> jax.Array:
+    """Computes `_lstm` with a faster ordinary gradient: one matrix product after the scan.
+
+    Differentiated as it stands, a scan adds to the gradient of a weight at every step, which reads
+    and writes a matrix of that size 20 times; with a copy of the weights for every user that is
+    most of the memory traffic of a local step.
+    """
+    fixed = lax.stop_gradient(cell["state"])
+    projected = inputs @ cell["input"] + cell["bias"]
+
+    def step(state, x):
+        hidden, memory = state
+        i, f, g, o = jnp.split(x + hidden @ fixed, 4)
+        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        new = f * memory + i * g
+        hidden = o * jnp.tanh(new)
+        return (hidden, new), (hidden, (i, f, g, o, memory, new))
+
+    zero = jnp.zeros(fixed.shape[0], inputs.dtype)
+    _, (outputs, kept) = lax.scan(step, (zero, zero), lax.stop_gradient(projected))
+    before = jnp.concatenate([jnp.zeros_like(outputs[:1]), outputs[:-1]])
+    # The value of the gates is not used again: only their gradient goes this way.
+    return _from_gates(projected + before @ cell["state"], outputs, kept, fixed)
+
+
+@jax.custom_vjp
+def _from_gates(gates, outputs, kept, weights):
+    return outputs
+
+
+def _from_gates_forward(gates, outputs, kept, weights):
+    return outputs, (kept, weights)
+
+
+def _from_gates_backward(residuals, cotangents):
+    """Returns the gradient of all gates by the LSTM's recursion, from the last step on."""
+    kept, weights = residuals
+
+    def step(carry, x):
+        later_gates, d_memory = carry
+        d_output, (i, f, g, o, memory, new) = x
+        d_hidden = d_output + later_gates @ weights.T
+        squashed = jnp.tanh(new)
+        d_memory = d_memory + d_hidden * o * (1 - squashed**2)
+        d_gates = jnp.concatenate(
+            [
+                d_memory * g * i * (1 - i),
+                d_memory * memory * f * (1 - f),
+                d_memory * i * (1 - g**2),
+                d_hidden * squashed * o * (1 - o),
             ]
-            if not missing:
-                continue
-            table = table or TABLES[name][2](arguments.data_root / "tabular")
-            _run(path, table, name, seed, missing, arguments.peer_python, provenance)
-    text = table_of(records.read(path))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "table.md").write_text(text, encoding="utf-8")
-    print(text)
-    if arguments.readme is not None:
-        whole = sections.replaced(arguments.readme.read_text(encoding="utf-8"), "models", text)
-        arguments.readme.write_text(whole, encoding="utf-8")
-    return 0
+        )
+        return (d_gates, d_memory * f), d_gates
+
+    width, dtype = weights.shape[0], cotangents.dtype
+    start = (jnp.zeros(4 * width, dtype), jnp.zeros(width, dtype))
+    _, d_gates = lax.scan(step, start, (cotangents, kept), reverse=True)
+    return d_gates, None, None, None
 
 
-def _run(
-    path: Path,
-    table: Table,
-    name: str,
-    seed: int,
-    missing: Sequence[tuple[str, float]],
-    python: Path | None,
-    provenance: records.Record,
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        data, task, groups = split_table(table, name, seed)
-        for epsilon in dict.fromkeys(epsilon for _, epsilon in missing):
-            methods = [method for method, other in missing if other == epsilon]
-            found: dict[str, tuple[np.ndarray, float, str]] = {}
-            for method in methods:
-                if method in FITS:
-                    began = time.perf_counter()
-                    with threadpoolctl.threadpool_limits(1, user_api="blas"):
-                        values, model = FITS[method](data, task, groups, epsilon, seed)
-                    found[method] = (values, time.perf_counter() - began, model)
-            if python is not None and set(methods) & set(PEERS):
-                found |= {
-                    method: (values, seconds, method)
-                    for method, (values, seconds) in peers(
-                        python, data, task, epsilon, seed
-                    ).items()
-                }
-            for method, (values, seconds, model) in found.items():
-                line = {
-                    "experiment": "models",
-                    "table": name,
-                    "method": method,
-                    "model": model,
-                    "epsilon": epsilon,
-                    "delta": DELTA,
-                    "seed": seed,
-                    "num_private": len(data["private_y"]),
-                    **measured(task, data["test_y"], values),
-                    "seconds": round(seconds, 1),
-                }
-                records.append(path, line | {"provenance": provenance})
-            print(f"{name}, seed {seed}, ε = {epsilon:g}: done", file=sys.stderr, flush=True)
+_from_gates.defvjp(_from_gates_forward, _from_gates_backward)
+
+
+# The same object for the same sizes, so that what was compiled for it is found again.
+@functools.cache
+def stackoverflow_lstm(
+    tokens: int = 10_004, embedding: int = 96, width: int = 670, *, pad: int = 0
+) -> Network:
+    """Makes the StackOverflow network: embedding, LSTM, projection to its width, output.
+
+    By default it has the paper's 4,050,748 parameters.
+
+    A row of tokens is read up to its last but one, and each position predicts the next token. The
+    loss is the sum over targets that are not padding, divided by the length of the row, so that
+    every word counts alike whatever the length of its sentence.
+    """
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, 5)
+        return {
+            "embedding": jax.random.uniform(
+                keys[0], (tokens, embedding), minval=-0.05, maxval=0.05
+            ),
+            "cell": {
+                "input": _dense_init(keys[1], embedding, embedding, 4 * width),
+                "state": _dense_init(keys[2], width, width, 4 * width),
+                "bias": jnp.zeros(4 * width).at[width : 2 * width].set(1.0),
+            },
+            "projection": _linear_init(keys[3], width, embedding),
+            "out": _linear_init(keys[4], embedding, tokens),
+        }
+
+    def predict(params: Params, row: jax.Array) -> jax.Array:
+        x = _fast_lstm(params["cell"], params["embedding"][row])
+        return _dense(_dense(x, params["projection"]), params["out"])
+
+    def loss(params: Params, row: jax.Array) -> jax.Array:
+        logits, targets = predict(params, row[:-1]), row[1:]
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=1) - picked
+        return jnp.sum(jnp.where(targets == pad, 0.0, losses)) / targets.shape[0]
+
+    return Network(init, predict, loss)

@@ -289,14 +289,14 @@ def fit(folder: Path, tables: Path) -> None:
     """One `mirrordp fit` on a budget, resumed if there is something to resume."""
     real = linear.private_descent
 
-    def noted(family, theta, rows, mechanism, *, learning_rate, key):
+    def noted(family, theta, rows, mechanism, **options):
         note(
             folder,
-            noise=digest(key),
+            noise=digest(options["key"]),
             data=digest(rows.features, rows.targets, theta),
             steps=mechanism.num_steps,
         )
-        return real(family, theta, rows, mechanism, learning_rate=learning_rate, key=key)
+        return real(family, theta, rows, mechanism, **options)
 
     linear.private_descent = noted
     command = [

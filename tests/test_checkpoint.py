@@ -579,7 +579,7 @@ class TestFit:
 
     @staticmethod
     def coefficients(files):
-        return json.loads((files["out"] / "model.json").read_text())["coefficients"]
+        return json.loads((files["out"] / "model.json").read_text())["scorer"]["coefficients"]
 
     def test_interrupted_and_resumed(self, files, tmp_path, capsys, monkeypatch):
         budget = tmp_path / "budget"

@@ -44,6 +44,8 @@ def run_shell(code):
             assert cli.main(words[1:]) == 0, command
 
 
+# Rows beyond the public range are part of what the page on frames shows.
+@pytest.mark.filterwarnings("ignore:.*beyond the public range")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -539,7 +539,14 @@ def test_lines_of_the_search_are_readable_and_not_of_test_images():
 def test_the_base_settings_are_those_of_the_best_line():
     settings = load(CONFIGS / "warm-e2.toml")
     assert isinstance(settings, RecordSettings)
-    lines = [line for line in records.read(command.RESULTS / "search.jsonl") if "privacy" in line]
+    # Among runs of the same budget and cost; eight views take twice the time.
+    lines = [
+        line
+        for line in records.read(command.RESULTS / "search.jsonl")
+        if "privacy" in line
+        and line["settings"]["private"]["target_epsilon"] == settings.private.target_epsilon
+        and line["settings"]["private"]["views"] == settings.private.views
+    ]
     best = min(lines, key=lambda line: line["final"]["average 0.9"]["loss"])
     ours, theirs = settings.private_identity()["private"], best["settings"]["private"]
     differing = {key for key in ours if ours[key] != theirs[key]}

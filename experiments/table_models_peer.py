@@ -1,4 +1,4 @@
-"""Runs the peers of `experiments models` on saved arrays: `models_peer.py ROWS.npz`.
+"""Runs the peers of `experiments models` on saved arrays: `table_models_peer.py ROWS.npz`.
 
 A script of its own, because diffprivlib 0.6.6 needs scikit-learn below 1.6. It imports neither
 mirrordp nor the rest of the experiments. What the peers need to know of the data beforehand (bounds

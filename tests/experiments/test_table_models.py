@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import models
+from experiments import table_models as models
 from mirrordp.tables import Table
 
 
