@@ -1,6 +1,7 @@
 """`PublicEncoder`, the encoding of tables as a scikit-learn transformer."""
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -82,13 +83,20 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
 
     n_features_in_: int
 
-    def __init__(self, *, categorical=(), ignore=(), decimal=".", thousands=""):
+    def __init__(
+        self,
+        *,
+        categorical: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        decimal: str = ".",
+        thousands: str = "",
+    ):
         self.categorical = categorical
         self.ignore = ignore
         self.decimal = decimal
         self.thousands = thousands
 
-    def fit(self, X, y=None):
+    def fit(self, X: Any, y: Any = None) -> "PublicEncoder":
         """Learns the encoding from public rows.
 
         Args:
@@ -110,7 +118,7 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
         self.encoding_, self.left_out_ = learned.encoding, dict(learned.left_out)
         return self
 
-    def transform(self, X):
+    def transform(self, X: Any) -> np.ndarray:
         """Returns the features of rows that may be private, an array of float64.
 
         Args:
@@ -120,7 +128,7 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
         check_is_fitted(self)
         return encode_frame(self.encoding_, self._checked(X, reset=False), "X", private=True)
 
-    def get_feature_names_out(self, input_features=None):
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """Returns the names of the features, such as "colour=red".
 
         Args:
