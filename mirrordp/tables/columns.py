@@ -335,7 +335,7 @@ def months_of(times: np.ndarray) -> np.ndarray:
 def _share_of_year(times: np.ndarray) -> np.ndarray:
     """Returns 0 at the beginning of a year and nearly 1 at its end."""
     years = times.astype("M8[Y]")
-    begin, end = years.astype("M8[us]"), (years + 1).astype("M8[us]")
+    begin, end = years.astype("M8[us]"), (years + np.timedelta64(1, "Y")).astype("M8[us]")
     return (times - begin) / (end - begin)
 
 
