@@ -326,6 +326,16 @@ class TestNetwork:
         with pytest.raises(ValueError):
             dataclasses.replace(scorer, skip=scorer.skip[:-1])
 
+    def test_a_row_that_float32_cannot_hold_adds_nothing(self, tables):
+        (xp, yp), (x, y), test = tables
+        x, y = x[:500].copy(), y[:500].copy()
+        found = []
+        for value in (1e200, -1e300):
+            x[7] = value
+            model = PrivateNetworkRegressor(3.0, DELTA, steps=3, random_state=0)
+            found.append(model.fit(x, y, xp, yp).predict(test[0]))
+        assert (found[0] == found[1]).all()
+
     def test_replace_is_refused(self, tables):
         (xp, yp), (x, y), _ = tables
         with pytest.raises(ValueError, match="samples its batches"):

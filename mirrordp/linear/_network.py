@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import warnings
 from typing import Any
 
 import jax
@@ -189,8 +188,13 @@ def train_privately(
     weights = np.ones(len(rows)) if rows.weights is None else rows.weights
     if rows.counts is not None:
         weights = np.where(rows.counts, weights, 0.0)
-    scaled = (rows.features - network.shift) * network.factor
-    arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
+    with np.errstate(over="ignore"):
+        scaled = (rows.features - network.shift) * network.factor
+        arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
+    # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
+    finite = np.all([np.isfinite(a).reshape(len(rows), -1).all(axis=1) for a in arrays], axis=0)
+    for array in arrays:
+        array[~finite] = 0.0
     num_public = len(start.public[0])
     step = TrainStep(
         loss,
@@ -201,20 +205,18 @@ def train_privately(
     )
     judge = jax.jit(lambda params: jax.vmap(loss, in_axes=(None, 0))(params, start.held_out).mean())
     best, lowest = start.params, float(judge(start.params))
-    with warnings.catch_warnings():
-        # Rows of weight zero are private copies of public rows, of which the fit has warned.
-        states = train(
-            step,
-            start.params,
-            PrivateData(arrays),
-            PublicData(start.public),
-            alpha=len(rows) / (len(rows) + num_public),
-            seed=seed,
-            spend=spend,
-            checkpoint=checkpoint,
-            options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_LOOKS)),
-        )
-        for state, _ in states:
-            if (judged := float(judge(state.params))) < lowest:
-                best, lowest = state.params, judged
+    states = train(
+        step,
+        start.params,
+        PrivateData(arrays),
+        PublicData(start.public),
+        alpha=len(rows) / (len(rows) + num_public),
+        seed=seed,
+        spend=spend,
+        checkpoint=checkpoint,
+        options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_LOOKS)),
+    )
+    for state, _ in states:
+        if (judged := float(judge(state.params))) < lowest:
+            best, lowest = state.params, judged
     return _with(network, best)

@@ -31,6 +31,7 @@ from mirrordp.mirror.families import Family
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.spending.budget import Budget
 from mirrordp.tables import cells
 from mirrordp.tables.cells import TreesScorer
 from mirrordp.tables.network import NetworkScorer
@@ -244,6 +245,8 @@ class _Networks(_Nonlinear):
         return _PrivateLinearModel._count(self, one_step, delta, shape)
 
     def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint) -> NetworkScorer:
+        if isinstance(spend, Budget):
+            spend.require_data()
         return _network.train_privately(
             plan.start,
             rows,
