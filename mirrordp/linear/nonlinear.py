@@ -63,6 +63,15 @@ class _Nonlinear(_PrivateLinearModel):
     target_range: Any = None
     guard: Any = False
 
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
+            adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
     def _groups(self, width: int) -> Sequence[Sequence[int]] | None:
         """Returns the features that are indicators of one column's categories."""
         if self.encoding_ is not None:
@@ -94,6 +103,22 @@ class _Nonlinear(_PrivateLinearModel):
 
     def _scores(self, X: Any) -> np.ndarray:
         return self.scorer_(self._features(X))
+
+
+class _Classifier(_Nonlinear):
+    """The parameters of a classifier."""
+
+    class_weight: Any = None
+
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
+            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            random_state=random_state,
+        )  # fmt: skip
 
 
 def _public_rows(problem: _Problem, x: np.ndarray) -> Rows:
@@ -204,6 +229,15 @@ class _NetworkPlan(NamedTuple):
 class _Networks(_Nonlinear):
     steps: int
 
+    def __init__(
+        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
+        adjacency="zero-out", secure=False, random_state=None,
+    ):  # fmt: skip
+        _set(
+            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
+            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
+        )  # fmt: skip
+
     def _check_parameters(self) -> None:
         _PrivateLinearModel._check_parameters(self)
         _validate.positive_integer(steps=self.steps)
@@ -313,45 +347,15 @@ def _set(estimator: Any, **values: Any) -> None:
 class PrivateTreesRegressor(_Trees, PrivateLinearRegression):
     """Least squares by private values of cells of columns and pairs of columns."""
 
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
-            adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
-
 
 @_documented()
 class PrivateTreesPoissonRegressor(_Trees, PrivatePoissonRegressor):
     """Poisson regression by private values of cells of columns and pairs of columns."""
 
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
-            adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
-
 
 @_documented(_CLASSES)
-class PrivateTreesClassifier(_Trees, PrivateLogisticRegression):
+class PrivateTreesClassifier(_Classifier, _Trees, PrivateLogisticRegression):
     """Classification by private values of cells of columns and pairs of columns."""
-
-    class_weight: Any = None
-
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
-            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
-            random_state=random_state,
-        )  # fmt: skip
 
 
 _STEPS = """        steps: the number of private steps.
@@ -362,28 +366,10 @@ _STEPS = """        steps: the number of private steps.
 class PrivateNetworkRegressor(_Networks, PrivateLinearRegression):
     """Least squares by a small network from a public start."""
 
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
-            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
-
 
 @_documented(_STEPS)
 class PrivateNetworkPoissonRegressor(_Networks, PrivatePoissonRegressor):
     """Poisson regression by a small network from a public start."""
-
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
-            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
 
 
 @_documented(_STEPS + _CLASSES)
@@ -544,15 +530,6 @@ class PrivateAutoRegressor(_Auto, PrivateLinearRegression):
     fewer than 500 public rows it is the linear one.
     """
 
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
-            adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
-
 
 @_documented()
 class PrivateAutoPoissonRegressor(_Auto, PrivatePoissonRegressor):
@@ -561,31 +538,10 @@ class PrivateAutoPoissonRegressor(_Auto, PrivatePoissonRegressor):
     `rehearsal_` keeps how the models did on public rows, and `model_` names the chosen one.
     """
 
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
-            adjacency=adjacency, secure=secure, random_state=random_state,
-        )  # fmt: skip
-
 
 @_documented(_CLASSES)
-class PrivateAutoClassifier(_Auto, PrivateLogisticRegression):
+class PrivateAutoClassifier(_Classifier, _Auto, PrivateLogisticRegression):
     """Classification by the model that public rows prefer: linear, trees or a network.
 
     `rehearsal_` keeps how the models did on public rows, and `model_` names the chosen one.
     """
-
-    class_weight: Any = None
-
-    def __init__(
-        self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
-    ):  # fmt: skip
-        _set(
-            self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
-            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
-            random_state=random_state,
-        )  # fmt: skip
