@@ -1,7 +1,9 @@
-"""Private boosting: the values of an additive model of cells, learned one term at a time.
+"""Private boosting: a linear model, and the values of cells, learned one term at a time.
 
 In: private rows and the terms that public rows have chosen (`mirrordp.tables.cells`). Out: values.
-Round k reads the residuals r_i of all rows once and releases, for each cell of term k, the sums
+The first rounds are steps of `mirrordp.linear.descent` from the linear model of the public rows.
+Then round k reads the residuals r_i of all rows once and releases, for each cell of term k, the
+sums
 
     G = Σ clip(−r_i, c),        H = Σ h_i,
 
@@ -13,9 +15,9 @@ tell (empirical Bayes):
 
     v = G H τ² / (H² τ² + Var G),       τ² = max(0, Σ (G² − Var G)/H) / Σ H.
 
-A term that explains nothing gets values near zero. This is what makes more than a hundred pairs of
-columns affordable: the budget is divided by the square root of the number of terms, and not by the
-number of their cells.
+A term that explains nothing gets values near zero. This is what makes many pairs of columns
+affordable: the noise grows with the square root of the number of terms, and not with the number of
+their cells. How many terms there are depends on the noise (`most_terms`).
 """
 
 import dataclasses
@@ -25,7 +27,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mirrordp.linear.descent import NoiseStream, Rows
+from mirrordp.linear._planning import Plan, Scaling
+from mirrordp.linear.descent import ClippedSum, NoiseStream, Rows, descend_safely
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, SQUARED_ERROR, Family
 from mirrordp.privacy import sums
 from mirrordp.privacy.mechanism import Mechanism
@@ -38,6 +41,10 @@ _CLIP_QUANTILE = 0.95
 _LARGEST_LOG_STEP = 2.0
 _BLOCK = 2**18
 _NOISE_PER_CELL = 0.5
+LINEAR_STEPS = 8
+"""The number of rounds for the linear part, unless public rows tell that noise would spoil it."""
+_MAX_TERMS, _FEWEST_TERMS = 160, 12
+_NOISE_PER_ROW = 1e-3
 
 
 class Release(NamedTuple):
@@ -73,6 +80,41 @@ class Release(NamedTuple):
             return cls(clip, 1.0, float(np.mean(np.minimum(norms, clip) ** 2)), np.inf)
         largest = float(np.quantile(family.mean(scores), _CLIP_QUANTILE)) or 1.0
         return cls(clip, largest, 1.0, _LARGEST_LOG_STEP)
+
+
+class LinearPart(NamedTuple):
+    """The start of the linear part and its descent, in units of the release.
+
+    Attributes:
+        scaling: what is done to a row before its gradient is taken.
+        theta: the public model, in the coordinates of scaled rows.
+        num_steps: the number of rounds, 0 if the private rows are not worth their noise.
+        learning_rate: η.
+    """
+
+    scaling: Scaling
+    theta: np.ndarray
+    num_steps: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, plan: Plan, l2_clip_norm: float) -> "LinearPart":
+        """Changes the unit of a planned descent, so that its clip norm is that of the release.
+
+        Rows that are multiplied by f have gradients that are f times as long, and the same
+        iterates for parameters divided by f and a rate divided by f².
+        """
+        _, steps, rate = plan.settings
+        factor = l2_clip_norm / plan.settings.l2_clip_norm
+        assert plan.scaling.basis is not None
+        scaling = dataclasses.replace(plan.scaling, basis=plan.scaling.basis * factor)
+        return cls(scaling, plan.theta / factor, steps, rate / factor**2)
+
+
+def most_terms(num_private: int, one_step_noise: float) -> int:
+    """Returns how many terms to learn: the noise of a release is to be small against all rows."""
+    affordable = (_NOISE_PER_ROW * num_private / one_step_noise) ** 2
+    return int(np.clip(affordable, _FEWEST_TERMS, _MAX_TERMS))
 
 
 def largest_term(num_private: int, one_step_noise: float, num_terms: int) -> float:
@@ -163,6 +205,7 @@ def _shrunk(noisy: np.ndarray, release: Release, noise_stddev: float) -> np.ndar
 
 def private_values(
     model: TreesScorer,
+    linear: LinearPart,
     family: Family,
     features: np.ndarray,
     rows: Rows,
@@ -170,15 +213,17 @@ def private_values(
     mechanism: Mechanism,
     key: jax.Array,
 ) -> TreesScorer:
-    """Learns the values of all terms from private rows; see `learn_values`.
+    """Learns the linear part and the values of all terms from private rows; see `learn_values`.
 
     Args:
         model: the terms, which must not come from private rows.
+        linear: the start of the linear part, which must not either.
         family: the family of the loss.
         features: private features.
         rows: private targets.
         release: the units of the release.
-        mechanism: full batches, one step per term, with the clip norm of the release.
+        mechanism: full batches, with the clip norm of the release; the steps of the linear part,
+            and one per term.
         key: the seed of the noise, which must be secret.
     """
     if mechanism.sampling.sampling_prob != 1 or mechanism.sampling.num_examples != len(features):
@@ -186,10 +231,26 @@ def private_values(
             f"boosting needs a mechanism of full batches of {len(features)} rows, got "
             f"{mechanism.sampling.name} sampling of {mechanism.sampling.num_examples}."
         )
-    if (mechanism.num_steps, mechanism.l2_clip_norm) != (len(model.terms), release.l2_clip_norm):
-        raise ValueError("boosting needs a step per term, and the clip norm of the release.")
+    expected = (linear.num_steps + len(model.terms), release.l2_clip_norm)
+    if (mechanism.num_steps, mechanism.l2_clip_norm) != expected:
+        raise ValueError(
+            f"boosting needs {expected[0]} steps and the clip norm {expected[1]:.6g}, got "
+            f"{mechanism.num_steps} and {mechanism.l2_clip_norm:.6g}."
+        )
     sums.check_count(len(features))
     stream = NoiseStream(mechanism, release_size(model), key)
+    if linear.num_steps:
+        scaled = Rows(linear.scaling(features), rows.targets, rows.counts, rows.weights)
+        clipped_sum = ClippedSum(family, mechanism.l2_clip_norm)
+        theta = descend_safely(
+            lambda theta: mechanism.mean(stream(clipped_sum(theta, scaled))),
+            linear.theta,
+            num_steps=linear.num_steps,
+            learning_rate=linear.learning_rate,
+            noise=mechanism.noise_stddev / len(features),
+        )
+        coefficients, intercepts = linear.scaling.original(theta)
+        model = dataclasses.replace(model, coefficients=coefficients, intercepts=intercepts)
     return learn_values(
         model,
         family,
@@ -203,5 +264,6 @@ def private_values(
 
 def release_size(model: TreesScorer) -> int:
     """Returns the number of coordinates of the largest release."""
-    outputs = len(model.intercepts)
-    return max(model.num_cells(term) for term in model.terms) * (outputs + 1)
+    outputs, width = model.shape
+    sizes = [model.num_cells(term) * (outputs + 1) for term in model.terms]
+    return max([outputs * (width + 1), *sizes])

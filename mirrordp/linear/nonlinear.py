@@ -2,8 +2,8 @@
 
 All need public rows, which decide everything but the values that are learned under privacy:
 
-- trees: a linear model of the public rows, and values of cells of one or two columns, learned from
-  private rows by `mirrordp.linear.boosting`;
+- trees: a linear model that starts from the public rows, and values of cells of one or two columns,
+  both learned from private rows by `mirrordp.linear.boosting`;
 - network: a network that starts from the public rows, trained by `mirrordp.train`;
 - auto: the one of linear, trees and network that a rehearsal on public rows prefers, which is free.
 """
@@ -17,7 +17,7 @@ from scipy.sparse import issparse
 
 from mirrordp import _validate
 from mirrordp.linear import _network, boosting
-from mirrordp.linear._planning import Scaling
+from mirrordp.linear._planning import plan_warm
 from mirrordp.linear.descent import Rows
 from mirrordp.linear.estimators import (
     PrivateLinearRegression,
@@ -26,7 +26,7 @@ from mirrordp.linear.estimators import (
     _PrivateLinearModel,
     _Problem,
 )
-from mirrordp.linear.tuning import DescentSettings, PublicObjective
+from mirrordp.linear.tuning import DescentSettings
 from mirrordp.mirror.families import Family
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
@@ -129,23 +129,12 @@ def _public_rows(problem: _Problem, x: np.ndarray) -> Rows:
     return Rows(x, targets, weights=problem.public_weights)
 
 
-def _public_linear(family: Family, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Returns coefficients and intercepts of the linear model of public rows."""
-    scaling = Scaling.of(rows.features, intercept=True, row_norm_bound=None, stays_sparse=False)
-    scaled = Rows(scaling(rows.features), rows.targets, weights=rows.weights)
-    penalized = np.arange(scaled.features.shape[1]) < rows.features.shape[1]
-    rng = np.random.default_rng(_PUBLIC_SEED)
-    public = PublicObjective.cross_validated(
-        family, scaled, penalized=penalized.astype(float), rng=rng
-    )
-    return scaling.original(public.minimizer)
-
-
 # Trees
 
 
 class _TreesPlan(NamedTuple):
     model: TreesScorer
+    linear: boosting.LinearPart
     release: boosting.Release
     settings: DescentSettings
     theta: np.ndarray
@@ -160,22 +149,42 @@ class _TreesPlan(NamedTuple):
         num_private: int,
         one_step_noise: float,
     ) -> "_TreesPlan":
-        """Chooses the terms by public rows, and their size by the noise."""
-        linear = _public_linear(family, rows)
+        """Chooses the terms by public rows, and their number and size by the noise."""
+        most = boosting.most_terms(num_private, one_step_noise)
+        # Each step has the same noise, so the linear part has this share of the budget.
+        share = boosting.LINEAR_STEPS / (boosting.LINEAR_STEPS + most)
+        plan = plan_warm(
+            family,
+            rows.features,
+            rows.targets,
+            follows_hessian=True,
+            intercept=True,
+            row_norm_bound=None,
+            num_private=num_private,
+            one_step_noise=one_step_noise / np.sqrt(share),
+            given={"step_counts": (boosting.LINEAR_STEPS,)},
+            weights=rows.weights,
+        )
+        linear = plan.scaling.original(plan.theta)
         residuals = -family.residuals(rows.features @ linear[0].T + linear[1], rows.targets)
 
         def terms(largest: float) -> TreesScorer:
             return cells.without_values(
-                *linear, rows.features, residuals, groups=groups, largest=largest
+                *linear, rows.features, residuals, groups=groups, largest=largest, most=most
             )
 
         # More terms leave fewer cells to each, which may leave out pairs and so fewer terms.
         num_terms = len(terms(np.inf).terms) or 1
         model = terms(boosting.largest_term(num_private, one_step_noise, num_terms))
         release = boosting.Release.of(family, model.start(rows.features), rows.targets)
-        size = boosting.release_size(model) if model.terms else 1
-        settings = DescentSettings(release.l2_clip_norm, len(model.terms), 1.0)
-        return cls(model, release, settings, np.zeros(size))
+        steps = plan.settings.num_steps + len(model.terms)
+        return cls(
+            model,
+            boosting.LinearPart.of(plan, release.l2_clip_norm),
+            release,
+            DescentSettings(release.l2_clip_norm, steps, 1.0),
+            np.zeros(boosting.release_size(model)),
+        )
 
 
 class _Trees(_Nonlinear):
@@ -198,7 +207,7 @@ class _Trees(_Nonlinear):
         self, plan: Any, family: Family, rows: Any, mechanism: Mechanism, key: Any
     ) -> TreesScorer:
         return boosting.private_values(
-            plan.model, family, rows.features, rows, plan.release, mechanism, key
+            plan.model, plan.linear, family, rows.features, rows, plan.release, mechanism, key
         )
 
     def _keep(self, problem, plan, found, x_public, mechanism) -> None:
@@ -436,7 +445,7 @@ def rehearse(
         plan = _TreesPlan.of(
             family, known, groups, num_private=num_private, one_step_noise=one_step_noise
         )
-        scale = plan.release.l2_clip_norm * one_step_noise * np.sqrt(max(len(plan.model.terms), 1))
+        scale = plan.release.l2_clip_norm * one_step_noise * np.sqrt(plan.settings.num_steps)
         stddev = scale * len(known) / num_private
         trees = boosting.learn_values(
             plan.model,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -210,6 +210,7 @@ def choose_settings(
     l2_clip_norm: float | None = None,
     num_steps: int | None = None,
     learning_rate: float | None = None,
+    step_counts: Sequence[int] = NUM_STEPS,
 ) -> DescentSettings:
     """Chooses clip norm, step count and learning rate from public rows and the budget alone.
 
@@ -236,10 +237,12 @@ def choose_settings(
             public gradient norms.
         num_steps: T, if it is given.
         learning_rate: η, if it is given.
+        step_counts: candidates for T, if it is not given.
     """
     clips = np.array(CLIP_QUANTILES if l2_clip_norm is None else (l2_clip_norm,))
     rates = np.array(LEARNING_RATES if learning_rate is None else (learning_rate,))
-    step_counts = NUM_STEPS if num_steps is None else (num_steps,)
+    if num_steps is not None:
+        step_counts = (num_steps,)
     clips, rates = (axis.ravel() for axis in np.meshgrid(clips, rates, indexing="ij"))
     gains = np.zeros((len(step_counts), len(rates)))
     num_public = len(public.rows)
@@ -272,7 +275,7 @@ def choose_settings(
     reach = np.where(good, np.array(step_counts)[:, None] * rates, 0.0)
     furthest = np.where(reach == reach.max(), gains, -np.inf)
     row, column = np.unravel_index(int(np.argmax(furthest)), gains.shape)
-    return DescentSettings(float(clips[column]), int(step_counts[row]), float(rates[column]))
+    return DescentSettings(float(clips[column]), int(step_counts[int(row)]), float(rates[column]))
 
 
 class _Rehearsal:

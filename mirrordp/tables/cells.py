@@ -5,8 +5,8 @@ tree of two levels does, and each cell has a value per output:
 
     s(x) = Θᵀx + b + Σ_k V_k[cell of x in term k].
 
-The linear part comes from public rows; the values are learned from private rows by
-`mirrordp.linear.boosting`. Only NumPy is used, because this code is also part of exported
+Public rows choose the columns and the bins; the linear part and the values are learned from private
+rows by `mirrordp.linear.boosting`. Only NumPy is used, because this code is also part of exported
 predictors.
 """
 
@@ -19,8 +19,6 @@ import numpy as np
 
 _PAIR_BINS, _FINE_BINS = 16, 32
 _FEWEST_BINS = 4
-MAX_PAIRS = 150
-"""The most pairs of columns: each costs a share of the budget."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,6 +153,7 @@ def without_values(
     *,
     groups: Sequence[Sequence[int]] | None,
     largest: float,
+    most: int,
 ) -> TreesScorer:
     """Chooses columns, bins and pairs by public rows; all values are zero.
 
@@ -162,10 +161,11 @@ def without_values(
         coefficients: the linear part, shape (outputs, features).
         intercepts: its intercepts.
         x: public features.
-        residuals: what the linear part leaves of the public targets, shape (rows, outputs). If
-            there are more than `MAX_PAIRS` pairs, those are taken whose cells explain most of it.
+        residuals: what the linear part leaves of the public targets, shape (rows, outputs).
         groups: features that are indicators of one column's categories.
         largest: the most cells of a term that the noise leaves of use.
+        most: the most terms. If there are more, those are taken whose cells explain most of the
+            residuals.
     """
     columns = _columns(x, groups)
     fine = [_cut(x, column, int(min(_FINE_BINS, max(2, largest)))) for column in columns]
@@ -182,11 +182,11 @@ def without_values(
             if cuts[k].size * cuts[j].size <= 4 * largest
         ]
     empty = TreesScorer(coefficients, intercepts, cuts, (), ())
-    if len(pairs) > MAX_PAIRS:
-        bins = empty.bins(x)
-        gains = [_gain(empty.cells(bins, pair), residuals) for pair in pairs]
-        pairs = [pairs[k] for k in sorted(np.argsort(gains)[::-1][:MAX_PAIRS])]
     terms = (*singles, *pairs)
+    if len(terms) > most:
+        bins = empty.bins(x)
+        gains = np.array([_gain(empty.cells(bins, term), residuals) for term in terms])
+        terms = tuple(terms[k] for k in sorted(np.argsort(-gains, kind="stable")[:most]))
     values = tuple(np.zeros((empty.num_cells(term), len(intercepts))) for term in terms)
     return dataclasses.replace(empty, terms=terms, values=values)
 
