@@ -280,7 +280,7 @@ def test_onnx_without_the_helper():
     (found,) = session.run(None, rows)
     np.testing.assert_allclose(found, model.predict(rows)["prediction"], rtol=1e-9)
     properties = session.get_modelmeta().custom_metadata_map
-    assert properties["target"] == "y"
+    assert json.loads(properties["targets"]) == ["y"]
     assert "epsilon 1, delta 1e-06" in properties["privacy"]
 
 

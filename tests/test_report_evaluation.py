@@ -32,7 +32,7 @@ def results(kind="class", name="y", several=False):
     else:
         target, truth, predicted = NumberTarget(name, False), score, score + rng.normal(size=80)
     found = evaluation.evaluate(
-        target,
+        [target],
         truth,
         {
             evaluation.MODEL: predicted,
@@ -109,19 +109,19 @@ def test_bars_have_the_right_ends():
         3,
         {},
         {"models": {}},
-        {"rows": 1, "interval": "", "models": {"m": 3}, "curve": {}},
+        {"rows": 1, "interval": "", "models": {"m": 3}, "curves": [{}]},
         {
             "rows": 1,
             "interval": "i",
             "models": {},
-            "curve": {"kind": "", "event": "", "points": []},
+            "curves": [{"kind": "", "event": "", "points": []}],
         },
     ],
 )
 def test_results_of_another_form_are_listed_as_they_are(content):
     found = {"test": content, "coefficients": content, "test_loss": 1.0}
     assert results_on_test_rows(found) is None
-    assert coefficients(found) == []
+    assert coefficients(found) == {}
     report = RunReport.of(fast_mechanism(), DELTA, title="other", results=found)
     assert "test loss" in Page(report_page(report, run="run")).text
     with pytest.raises(ReportError, match="expected results on test rows"):
@@ -131,19 +131,19 @@ def test_results_of_another_form_are_listed_as_they_are(content):
 @pytest.mark.parametrize("number", [None, "1", float("nan")])
 def test_changed_numbers_are_noticed(number):
     changed = json.loads(json.dumps(results()))
-    changed["test"]["curve"]["points"][0]["low"] = number
+    changed["test"]["curves"][0]["points"][0]["low"] = number
     changed["coefficients"][0]["value"] = number
     assert results_on_test_rows(changed) is None
-    assert coefficients(changed) == []
+    assert coefficients(changed) == {}
 
 
 def test_several_outputs_are_named():
-    assert [one.name for one in coefficients(results(several=True))] == [
-        "y 0, class o0",
-        "y 1, class o1",
-        "y 2, class o2",
+    assert [one.name for one in coefficients(results(several=True))[""]] == [
+        "y 0 (o0)",
+        "y 1 (o1)",
+        "y 2 (o2)",
     ]
-    first, second, _ = coefficients(results())
+    first, second, _ = coefficients(results())[""]
     assert first.name == "y 0"
     assert first.ends == (-3.5, -1.5)
     assert second.ends == (-1.5, -1.5)

@@ -41,13 +41,10 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestResults:
-    """The results on test rows.
+class TestCurve:
+    """What was observed on test rows against what was predicted.
 
     Attributes:
-        rows: their number.
-        interval: how the intervals were found, in words.
-        models: the scores by name of the model and of the measure.
         is_calibration: whether the curve shows shares of events, not numbers.
         event: what is predicted, in words.
         points: the curve.
@@ -55,17 +52,14 @@ class TestResults:
 
     __test__ = False  # pytest would take the name for a test.
 
-    rows: int
-    interval: str
-    models: Mapping[str, Mapping[str, Score]]
     is_calibration: bool
     event: str
     points: tuple[Point, ...]
 
     @property
-    def measures(self) -> list[str]:
-        """The names of all measures."""
-        return list(dict.fromkeys(name for scores in self.models.values() for name in scores))
+    def title(self) -> str:
+        """The name of the figure."""
+        return "Calibration" if self.is_calibration else "Predicted and observed"
 
     @property
     def caption(self) -> str:
@@ -97,6 +91,30 @@ class TestResults:
 
 
 @dataclasses.dataclass(frozen=True)
+class TestResults:
+    """The results on test rows.
+
+    Attributes:
+        rows: their number.
+        interval: how the intervals were found, in words.
+        models: the scores by name of the model and of the measure.
+        curves: one curve for each target.
+    """
+
+    __test__ = False
+
+    rows: int
+    interval: str
+    models: Mapping[str, Mapping[str, Score]]
+    curves: tuple[TestCurve, ...]
+
+    @property
+    def measures(self) -> list[str]:
+        """The names of all measures."""
+        return list(dict.fromkeys(name for scores in self.models.values() for name in scores))
+
+
+@dataclasses.dataclass(frozen=True)
 class Coefficient:
     """One coefficient, and the standard deviation that noise alone gives it, if it is known."""
 
@@ -115,7 +133,6 @@ def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
     """Returns the results on test rows, or None if there are none of the expected form."""
     try:
         content = results["test"]
-        curve = content["curve"]
         found = TestResults(
             rows=int(content["rows"]),
             interval=str(content["interval"]),
@@ -123,16 +140,23 @@ def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
                 str(model): {str(name): _score(score) for name, score in scores.items()}
                 for model, scores in content["models"].items()
             },
-            is_calibration=curve["kind"] == "calibration",
-            event=str(curve["event"]),
-            points=tuple(
-                Point(*(_finite(point[field.name]) for field in dataclasses.fields(Point)))
-                for point in curve["points"]
-            ),
+            curves=tuple(_curve(curve) for curve in content["curves"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return found if found.measures and found.points else None
+    has_points = bool(found.curves) and all(curve.points for curve in found.curves)
+    return found if found.measures and has_points else None
+
+
+def _curve(content: Mapping[str, Any]) -> TestCurve:
+    return TestCurve(
+        is_calibration=content["kind"] == "calibration",
+        event=str(content["event"]),
+        points=tuple(
+            Point(*(_finite(point[field.name]) for field in dataclasses.fields(Point)))
+            for point in content["points"]
+        ),
+    )
 
 
 def _score(content: Mapping[str, Any]) -> Score:
@@ -148,21 +172,27 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def coefficients(results: Mapping[str, Any]) -> list[Coefficient]:
-    """Returns the largest coefficients, or none if there are none of the expected form."""
+def coefficients(results: Mapping[str, Any]) -> dict[str, list[Coefficient]]:
+    """Returns the largest coefficients by target, "" if there is one target.
+
+    If there are none of the expected form, the result is empty.
+    """
+    found: dict[str, list[Coefficient]] = {}
     try:
         content = results["coefficients"]
-        several = len({one["output"] for one in content}) > 1
-        return [
-            Coefficient(
-                f"{one['feature']}, class {one['output']}" if several else str(one["feature"]),
-                _finite(one["value"]),
-                None if one["noise_stddev"] is None else _finite(one["noise_stddev"]),
+        several = len({one["output"] for one in content if "target" not in one}) > 1
+        for one in content:
+            stddev = one["noise_stddev"]
+            found.setdefault(str(one.get("target", "")), []).append(
+                Coefficient(
+                    f"{one['feature']} ({one['output']})" if several else str(one["feature"]),
+                    _finite(one["value"]),
+                    None if stddev is None else _finite(stddev),
+                )
             )
-            for one in content
-        ]
-    except (KeyError, TypeError, ValueError):
-        return []
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+    return found
 
 
 def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
@@ -174,10 +204,11 @@ def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
     found = {}
     tested, largest = results_on_test_rows(results), coefficients(results)
     if tested is not None:
-        name = "calibration.png" if tested.is_calibration else "residuals.png"
-        found[name] = _curve_figure(tested)
-    if largest:
-        found["coefficients.png"] = _coefficients_figure(largest)
+        for number, curve in enumerate(tested.curves, start=1):
+            name = "calibration" if curve.is_calibration else "residuals"
+            found[_file(name, number, len(tested.curves))] = _curve_figure(curve, tested.rows)
+    for number, (target, own) in enumerate(largest.items(), start=1):
+        found[_file("coefficients", number, len(largest))] = _coefficients_figure(target, own)
     if not found:
         raise ReportError(
             "expected results on test rows or coefficients to draw, as mirrordp fit writes them, "
@@ -186,7 +217,11 @@ def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
     return found
 
 
-def _curve_figure(tested: TestResults) -> bytes:
+def _file(name: str, number: int, count: int) -> str:
+    return f"{name}.png" if count == 1 else f"{name}_{number}.png"
+
+
+def _curve_figure(tested: TestCurve, rows: int) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
@@ -204,12 +239,11 @@ def _curve_figure(tested: TestResults) -> bytes:
         axes.plot(x, y, color=PALETTE[2], marker="o")
     across, up = (_plain(label) for label in tested.labels)
     axes.set(xlabel=across, ylabel=up)
-    title = "Calibration" if tested.is_calibration else "Predicted and observed"
-    axes.set_title(f"{title} on {tested.rows} test rows", loc="left", fontweight="bold")
+    axes.set_title(f"{tested.title} on {rows:,} test rows", loc="left", fontweight="bold")
     return _png(figure, axes)
 
 
-def _coefficients_figure(largest: list[Coefficient]) -> bytes:
+def _coefficients_figure(target: str, largest: list[Coefficient]) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(largest)), layout="constrained")
@@ -221,7 +255,8 @@ def _coefficients_figure(largest: list[Coefficient]) -> bytes:
         axes.plot(one.value, place, color=PALETTE[2], marker="o")
     axes.set_yticks(range(len(largest)), [_plain(one.name) for one in largest], fontsize=9)
     axes.set(ylim=(len(largest) - 0.4, -0.6), xlabel=COEFFICIENTS_CAPTION)
-    axes.set_title("Largest coefficients", loc="left", fontweight="bold")
+    title = f"Largest coefficients: {_plain(target)}" if target else "Largest coefficients"
+    axes.set_title(title, loc="left", fontweight="bold")
     return _png(figure, axes)
 
 

@@ -30,7 +30,7 @@ from mirrordp.tables.columns import (
     numbers,
 )
 from mirrordp.tables.encoding import require_columns
-from mirrordp.tables.files import TableError
+from mirrordp.tables.files import TableError, listed
 from mirrordp.tables.fitting import TableModel, as_table
 from mirrordp.tables.network import NetworkScorer
 from mirrordp.tables.scorers import LinearScorer
@@ -66,7 +66,7 @@ _FOOTER = '''
 
 def predict(rows: Any) -> dict[str, np.ndarray]:
     """Returns the prediction for each row of a data frame or a dictionary of columns."""
-    return predicted(rows, COLUMNS, CLASSES, TASK, SCORER)
+    return predicted(rows, COLUMNS, TARGETS, CLASSES, TASK, SCORER)
 
 
 if __name__ == "__main__":
@@ -97,12 +97,14 @@ def numpy_source(model: TableModel) -> str:
     """Returns the source of a module with a function `predict`, which imports NumPy alone."""
     target = model.encoding.target
     classes = target.classes if isinstance(target, ClassTarget) else ()
+    names = tuple(one.name for one in model.encoding.targets)
     columns = "".join(f"    {column!r},\n" for column in model.encoding.columns)
     scorer = json.dumps(model.scorer.to_dict(), allow_nan=False)
     learned = [
-        f"# The model: {model.task} of {target.name!r}, from mirrordp {VERSION}.",
+        f"# The model: {model.task} of {listed(names)}, from mirrordp {VERSION}.",
         f"# {_promise(model)}",
         f"COLUMNS = (\n{columns})",
+        f"TARGETS = {names!r}",
         f"CLASSES = {classes!r}",
         f"TASK = {model.task!r}",
         f"SCORER = {type(model.scorer).__name__}.from_dict(json.loads({scorer!r}))",
@@ -167,7 +169,8 @@ def onnx_bytes(model: TableModel) -> bytes:
 
     It has one input per column, of shape (rows,): float64 for numbers, where NaN stands for
     missing, and text for categories, where "" does; `onnx_inputs` makes them of rows. The outputs
-    are "prediction" of shape (rows,) and, for classes, "probabilities" of shape (rows, classes).
+    are "prediction" of shape (rows,), or (rows, targets) of several targets, and, for classes,
+    "probabilities" of shape (rows, classes).
 
     Raises:
         TableError: if the package onnx is missing, or there is no rule for a part of the model.
@@ -201,6 +204,10 @@ def onnx_bytes(model: TableModel) -> bytes:
             helper.make_tensor_value_info(prediction, types.STRING, ["rows"]),
             helper.make_tensor_value_info(probabilities, types.DOUBLE, shape),
         ]
+    elif model.encoding.further_targets:
+        shape = ["rows", len(model.encoding.targets)]
+        outputs = [helper.make_tensor_value_info(prediction, types.DOUBLE, shape)]
+        graph.add("Identity", scores, output=prediction)
     else:
         if model.task == "count":
             scores = graph.add("Exp", graph.add("Min", scores, graph.constant(100.0)))
@@ -213,8 +220,10 @@ def onnx_bytes(model: TableModel) -> bytes:
         producer_version=VERSION,
     )
     classes = target.classes if isinstance(target, ClassTarget) else ()
-    stated = {"task": model.task, "target": target.name, "privacy": _promise(model)}
-    helper.set_model_props(made, stated | {"classes": json.dumps(classes)})
+    names = [one.name for one in model.encoding.targets]
+    stated = {"task": model.task, "privacy": _promise(model)}
+    lists = {"targets": json.dumps(names), "classes": json.dumps(classes)}
+    helper.set_model_props(made, stated | lists)
     graph.onnx.checker.check_model(made)
     return made.SerializeToString()
 
