@@ -11,7 +11,7 @@ import pytest
 import mirrordp
 from mirrordp import cli
 from mirrordp.data import UNPROTECTED
-from mirrordp.linear import nonlinear
+from mirrordp.linear import _network, nonlinear
 from mirrordp.report.comparison import Comparison, higher_is_better
 from mirrordp.tables import NumberTarget, TableError, export, learn_encoding, read_table, serving
 from mirrordp.tables.fitting import TableModel
@@ -153,7 +153,8 @@ def test_a_row_that_lacks_a_target_contributes_nothing(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["trees", "network"])
-def test_trees_and_networks_take_several_targets(folder, kind):
+def test_trees_and_networks_take_several_targets(folder, kind, monkeypatch):
+    monkeypatch.setattr(_network, "_LOOKS", 8)
     fits = {"trees": nonlinear.PrivateTreesRegressor, "network": nonlinear.PrivateNetworkRegressor}
     tables = {name: read_table(folder / f"{name}.csv") for name in ("private", "public", "test")}
     encoding = learn_encoding(tables["public"], target=TARGETS, task="regression").encoding
