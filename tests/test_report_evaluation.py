@@ -1,5 +1,6 @@
 """Results on test rows and coefficients: on the page, as figures and in comparisons."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from mirrordp import cli
 from mirrordp.report import ReportError, RunReport, charts, evaluation_figures
 from mirrordp.report.comparison import Comparison
-from mirrordp.report.evaluation import coefficients, results_on_test_rows
+from mirrordp.report.evaluation import Score, TestResults, coefficients, results_on_test_rows
 from mirrordp.report.page import report_page
 from mirrordp.tables import ClassTarget, NumberTarget, evaluation
 from tests import remembered
@@ -64,7 +65,7 @@ def test_the_page_shows_models_curve_and_coefficients(kind):
     for name, score in test["models"]["this model"].items():
         shown = f"{score['value']:.4g} ({score['low']:.4g} to {score['high']:.4g})"
         assert name.replace("_", " ") in page.text
-        assert shown in page.text
+        assert shown in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert "95%, by a jackknife over test rows" in page.text
     assert ("Calibration" in page.text) == (kind == "class")
     # A curve and the coefficients, each wide and narrow, beside the epsilon over steps.
@@ -175,3 +176,54 @@ def test_any_measure_can_be_compared(metric):
     assert f"{results()[name]:.4g} +-" in found.text()
     with pytest.raises(ReportError, match="choose another"):
         Comparison.of({"one": make_report()}, "rmse")
+
+
+def drawn_figures(content, monkeypatch):
+    """The figures that `evaluation_figures` draws, instead of their images."""
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    evaluation_figures(content)
+    for figure in figures:
+        figure.set_dpi(150)
+        figure.draw_without_rendering()
+    return figures
+
+
+def visible_ticks(axis):
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+@pytest.mark.parametrize("name", ["y", "WIDE" * 30, "a target with a name of 40 letters, wide"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+def test_nothing_in_a_figure_is_cut_off_or_overlaps(name, scale, monkeypatch):
+    content = results(kind="number", name=name)
+    for point in content["test"]["curves"][0]["points"]:
+        point.update({key: scale * point[key] for key in ("predicted", "observed", "low", "high")})
+    for one in content["coefficients"]:
+        one.update(value=scale * one["value"], target=name)
+    found = drawn_figures(content, monkeypatch)
+    assert len(found) == 2
+    for figure in found:
+        (axes,) = figure.axes
+        ticks = visible_ticks(axes.xaxis)
+        every = {*ticks, *visible_ticks(axes.yaxis)}
+        every |= {axes.xaxis.label, axes.yaxis.label}
+        every |= {text for text in (figure._suptitle, figure._supxlabel) if text is not None}
+        for text in (text for text in every if text.get_text()):
+            box = text.get_window_extent()
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+        boxes = sorted((text.get_window_extent() for text in ticks), key=lambda box: box.x0)
+        assert len(boxes) >= 3
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_numbers_and_names_as_they_are_read():
+    assert str(Score(90563.2, 87912.0, 1.2e10)) == "90,560 (87,910 to 1.2e+10)"
+    assert str(Score(-0.00123456, None, None)) == "-0.001235"
+    assert TestResults.in_words("median_error of old_price") == "median error of old_price"
+    assert charts.shortened("column=category (class)", 11) == "colum…lass)"
+    assert charts.shortened("column", 6) == "column"

@@ -18,7 +18,7 @@ from mirrordp.tables.fitting import TableModel
 from tests import remembered
 from tests.test_export import load
 
-TARGETS = ["price", "score, old"]
+TARGETS = ["price", "score, old_one"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_predictions_are_those_of_each_target(folder):
     found, truth = read_table(output).columns, read_table(folder / "test.csv").columns
     assert list(found) == ["price", *(f"prediction of {name}" for name in TARGETS)]
     results = json.loads((folder / "model" / "report.json").read_text())["results"]
-    assert results["target"] == "price, score, old"
+    assert results["target"] == "price, score, old_one"
     for name, spread in zip(TARGETS, (1e5, 3.0), strict=True):
         gaps = np.array(truth[name], float) - np.array(found[f"prediction of {name}"], float)
         rmse = np.sqrt(np.mean(gaps**2))
@@ -109,7 +109,7 @@ def test_what_is_printed(folder, tmp_path, capsys):
     command = options(folder, test=folder / "test.csv", out=tmp_path / "model")
     assert cli.main([*command, "--ceiling"]) == 0
     captured = capsys.readouterr()
-    assert "Fitted regression of 'price', 'score, old' on 2 columns" in captured.out
+    assert "Fitted regression of 'price', 'score, old_one' on 2 columns" in captured.out
     for name in TARGETS:
         assert f"\n  rmse of {name} " in captured.out
         assert f"rmse of {name} " in captured.err.partition(UNPROTECTED)[2]
@@ -183,7 +183,7 @@ def test_trees_and_networks_take_several_targets(folder, kind, monkeypatch):
         ({}, ["price", "price"], "expected different targets, got 'price', 'price'"),
         ({}, ["price", "colour"], "got 'blue'"),
         ({}, ["price", "other"], "expected column 'other'"),
-        ({"ignore": "score, old"}, TARGETS, "neither ignored nor declared categorical"),
+        ({"ignore": "score, old_one"}, TARGETS, "neither ignored nor declared categorical"),
     ],
 )
 def test_wrong_targets_are_refused_before_private_rows_are_read(

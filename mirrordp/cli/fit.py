@@ -323,13 +323,15 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
 
 def _print_scores(test: Mapping[str, Any]) -> None:
     """Prints one line per measure, and one column per model."""
+    from mirrordp.report.evaluation import TestResults
+
     models = test["models"]
     names = list(dict.fromkeys(name for measured in models.values() for name in measured))
     table = [["", *models]]
     for name in names:
         cells = [measured.get(name) for measured in models.values()]
         shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
-        table.append([name.replace("_", " "), *shown])
+        table.append([TestResults.in_words(name), *shown])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
     for row in table:
@@ -338,9 +340,9 @@ def _print_scores(test: Mapping[str, Any]) -> None:
 
 
 def _with_interval(measured: Mapping[str, Any]) -> str:
-    if measured["low"] is None:
-        return f"{measured['value']:.4g}"
-    return f"{measured['value']:.4g} ({measured['low']:.4g} to {measured['high']:.4g})"
+    from mirrordp.report.evaluation import Score
+
+    return str(Score(measured["value"], measured["low"], measured["high"]))
 
 
 def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:

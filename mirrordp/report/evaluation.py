@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mirrordp.report.charts import PALETTE
+from mirrordp.report.charts import PALETTE, shortened
 from mirrordp.report.stored import ReportError
 
+DIAGONAL_LABEL = "prediction = observation"
 COEFFICIENTS_CAPTION = "coefficient; bars are two standard deviations of the noise to either side"
 
 
@@ -26,8 +27,15 @@ class Score:
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
-            return f"{self.value:.4g}"
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+            return _with_commas(self.value)
+        low, high = _with_commas(self.low), _with_commas(self.high)
+        return f"{_with_commas(self.value)} ({low} to {high})"
+
+
+def _with_commas(value: float) -> str:
+    """Returns four digits of a number, written as 90,560 rather than 9.056e+04."""
+    text = f"{value:.4g}"
+    return f"{float(text):,.0f}" if 1e4 <= abs(value) < 1e9 else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +115,12 @@ class TestResults:
     interval: str
     models: Mapping[str, Mapping[str, Score]]
     curves: tuple[TestCurve, ...]
+
+    @staticmethod
+    def in_words(measure: str) -> str:
+        """Returns the name of a measure without underscores; that of a target stays as it is."""
+        name, of, target = measure.partition(" of ")
+        return name.replace("_", " ") + of + target
 
     @property
     def measures(self) -> list[str]:
@@ -226,47 +240,72 @@ def _curve_figure(tested: TestCurve, rows: int) -> bytes:
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot(tested.diagonal, tested.diagonal, color=PALETTE[0], ls="--", lw=1.2)
+    axes.plot(
+        tested.diagonal, tested.diagonal, color=PALETTE[0], ls="--", lw=1.2, label=DIAGONAL_LABEL
+    )
     x = [point.predicted for point in tested.points]
     y = [point.observed for point in tested.points]
     if tested.is_calibration:
         below = [point.observed - point.low for point in tested.points]
         above = [point.high - point.observed for point in tested.points]
-        axes.errorbar(x, y, yerr=[below, above], color=PALETTE[2], marker="o", capsize=4)
+        label = "this model, with 95% intervals"
+        axes.errorbar(
+            x, y, yerr=[below, above], color=PALETTE[2], marker="o", capsize=4, label=label
+        )
     else:
         low, high = [p.low for p in tested.points], [p.high for p in tested.points]
-        axes.fill_between(x, low, high, color=PALETTE[2], alpha=0.2, lw=0)
-        axes.plot(x, y, color=PALETTE[2], marker="o")
-    across, up = (_plain(label) for label in tested.labels)
+        axes.fill_between(x, low, high, color=PALETTE[2], alpha=0.2, lw=0, label="middle 80%")
+        axes.plot(x, y, color=PALETTE[2], marker="o", label="this model, mean")
+    across, up = (_plain(label, 44) for label in tested.labels)
     axes.set(xlabel=across, ylabel=up)
-    axes.set_title(f"{tested.title} on {rows:,} test rows", loc="left", fontweight="bold")
-    return _png(figure, axes)
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    _label_plainly(axes.xaxis, 6)
+    _label_plainly(axes.yaxis, 6)
+    return _png(figure, axes, f"{tested.title} on {rows:,} test rows")
 
 
 def _coefficients_figure(target: str, largest: list[Coefficient]) -> bytes:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(largest)), layout="constrained")
+    names = [_plain(one.name) for one in largest]
+    # The room of the names comes on top of that of the bars.
+    size = (4.6 + 0.075 * max(map(len, names)), 1.6 + 0.32 * len(largest))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=PALETTE[0], lw=1)
     for place, one in enumerate(largest):
         low, high = one.ends
         axes.plot([low, high], [place, place], color=PALETTE[2], lw=2.2)
         axes.plot(one.value, place, color=PALETTE[2], marker="o")
-    axes.set_yticks(range(len(largest)), [_plain(one.name) for one in largest], fontsize=9)
-    axes.set(ylim=(len(largest) - 0.4, -0.6), xlabel=COEFFICIENTS_CAPTION)
-    title = f"Largest coefficients: {_plain(target)}" if target else "Largest coefficients"
-    axes.set_title(title, loc="left", fontweight="bold")
-    return _png(figure, axes)
+    axes.set_yticks(range(len(largest)), names, fontsize=9)
+    axes.set(ylim=(len(largest) - 0.4, -0.6))
+    _label_plainly(axes.xaxis, 4)
+    figure.supxlabel(COEFFICIENTS_CAPTION, fontsize=9)
+    title = "Largest coefficients"
+    return _png(figure, axes, f"{title}: {_plain(target, 30)}" if target else title)
 
 
-def _plain(text: str) -> str:
+def _label_plainly(axis: Any, most: int) -> None:
+    """Writes few numbers along an axis, 200,000 rather than 2e5, so that none overlap."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    def text(value: float, position: int | None) -> str:
+        shown = f"{value:,.10g}" if abs(value) < 1e7 else f"{value:.3g}"
+        return shown.replace("-", "−")
+
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(text))
+
+
+def _plain(text: str, longest: int = 60) -> str:
     """Returns text that matplotlib does not take for mathematics, on one line."""
     shown = "".join(char if char.isprintable() else "?" for char in text)
-    return (shown if len(shown) <= 60 else f"{shown[:59]}…").replace("$", r"\$")
+    return shortened(shown, longest).replace("$", r"\$")
 
 
-def _png(figure: Any, axes: Any) -> bytes:
+def _png(figure: Any, axes: Any, title: str) -> bytes:
+    # Above the names too, so that it has the whole width.
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()

@@ -22,7 +22,13 @@ from mirrordp.report.comparison import (
     outcomes,
     spans_decades,
 )
-from mirrordp.report.evaluation import Coefficient, TestCurve, coefficients, results_on_test_rows
+from mirrordp.report.evaluation import (
+    DIAGONAL_LABEL,
+    Coefficient,
+    TestCurve,
+    coefficients,
+    results_on_test_rows,
+)
 from mirrordp.report.figures import Curve
 from mirrordp.report.statement import RunReport
 
@@ -65,7 +71,9 @@ tbody th{font-weight:500;color:var(--soft);width:38%}
 .data tbody th{color:var(--ink);width:auto}
 .data th,.data td{overflow-wrap:break-word;max-width:18rem}
 .data tr>:last-child{padding-right:0}
-td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;
+max-width:none!important}
+.scores td.number{white-space:normal}
 .best td,.best th{font-weight:650}
 figure{margin:.4rem 0 0}
 figure svg{display:block;max-width:100%;height:auto;font:13px system-ui,sans-serif}
@@ -350,12 +358,19 @@ def _on_test_rows(report: RunReport) -> str:
         return ""
     header = ["measure", *tested.models]
     rows = [
-        [name.replace("_", " "), *(str(scores.get(name, "–")) for scores in tested.models.values())]
+        # The line may end before the interval, and not within it.
+        [
+            tested.in_words(name),
+            *(
+                str(scores.get(name, "–")).replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
+                for scores in tested.models.values()
+            ),
+        ]
         for name in tested.measures
     ]
     return _section(
         f"On {tested.rows:,} test rows",
-        _data_table(header, rows, set(tested.models))
+        f'<div class="scores">{_data_table(header, rows, set(tested.models))}</div>'
         + f'<p class="quiet">Intervals: {escaped(tested.interval)}. These rows need no protection, '
         "and the model did not see them.</p>" + "".join(map(_test_curve, tested.curves)),
     )
@@ -363,9 +378,7 @@ def _on_test_rows(report: RunReport) -> str:
 
 def _test_curve(tested: TestCurve) -> str:
     points = tested.points
-    line = Series(
-        "prediction = observation", tested.diagonal, tested.diagonal, markers=False, look=0
-    )
+    line = Series(DIAGONAL_LABEL, tested.diagonal, tested.diagonal, markers=False, look=0)
     curve = Series(
         "this model",
         [point.predicted for point in points],
