@@ -37,7 +37,7 @@ from mirrordp.training.checkpoint import (
     to_arrays,
 )
 from tests import tools
-from tests.test_cli_fit import fit_options, two_tables
+from tests.test_cli_fit import fit_options, make_table, two_tables
 from tests.test_training import bits
 from tests.tools import last, mechanism, sgd
 
@@ -626,6 +626,37 @@ class TestFit:
         assert used > 0.7
         assert cli.main([*fit_options(files, **options), "--resume"]) == 0
         assert Budget.status_of(budget).used == used
+
+    @pytest.mark.parametrize("task", ["regression", "classification"])
+    def test_trees(self, tmp_path, capsys, monkeypatch, task):
+        files = {
+            "private": make_table(tmp_path / "private.csv", 400, 0, task=task),
+            "public": make_table(tmp_path / "public.csv", 60, 1, task=task),
+            "out": tmp_path / "model",
+        }
+        budget, other = tmp_path / "budget", tmp_path / "other"
+        for folder in (budget, other):
+            Budget.create(folder, epsilon=3, delta=1e-4, data=files["private"]).close()
+        options = {"task": task, "model": "trees", "seed": 7, "budget": budget, "epsilon": 1}
+        whole = files | {"out": tmp_path / "whole"}
+        assert cli.main(fit_options(whole, **(options | {"budget": other}))) == 0
+        monkeypatch.setattr("mirrordp.linear.boosting.private_values", interrupt)
+        assert cli.main(fit_options(files, **options)) == 130
+        monkeypatch.undo()
+        capsys.readouterr()
+        # The same noise must not meet the sums of other cells.
+        changed = make_table(tmp_path / "changed.csv", 60, 5, task=task)
+        command = fit_options(files | {"public": changed}, **options)
+        assert cli.main([*command, "--resume"]) == 2
+        assert "public rows" in capsys.readouterr().err
+        assert cli.main([*fit_options(files, **options), "--resume"]) == 0
+        assert Budget.status_of(budget).used == pytest.approx(Budget.status_of(other).used)
+        found, expected = (
+            json.loads((one["out"] / "model.json").read_text())["scorer"] for one in (files, whole)
+        )
+        assert found == expected
+        assert found["kind"] == "trees"
+        assert np.ptp(np.concatenate(found["values"])) > 0
 
     def test_randomness_of_the_system_is_kept(self, files, tmp_path, monkeypatch):
         keys = []

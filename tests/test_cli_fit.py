@@ -685,7 +685,7 @@ def test_the_ceiling_stays_with_the_operator(capsys, tmp_path, task):
     captured = capsys.readouterr()
     assert "without protection" not in captured.out
     (line,) = (line for line in captured.err.splitlines() if line not in before)
-    assert line.startswith(f"mirrordp: {UNPROTECTED} the same model without protection: ")
+    assert line.startswith(f"mirrordp: {UNPROTECTED} a linear model without protection: ")
     name, value = line.partition("protection: ")[2].split()[:2]
     assert name == {"classification": "loss"}.get(task, "rmse")
     # Nothing but the words that it was shown is in the report.
@@ -694,6 +694,35 @@ def test_the_ceiling_stays_with_the_operator(capsys, tmp_path, task):
     assert other.pop("shown_without_protection") == []
     assert report == other
     assert float(value) <= 1.1 * report["results"][f"baseline_{name}"]
+
+
+@pytest.mark.parametrize("task", ["regression", "classification", "count"])
+def test_the_ceiling_of_trees_is_boosting(capsys, tmp_path, task):
+    """A bent relation, of which a linear model sees nothing."""
+    files = {"out": tmp_path / "model"}
+    for seed, (name, rows) in enumerate({"private": 600, "public": 200, "test": 300}.items()):
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=rows)
+        y = {
+            "regression": np.abs(x).round(4),
+            "classification": np.abs(x) > 0.7,
+            "count": rng.poisson(5 * np.abs(x)),
+        }[task]
+        files[name] = tmp_path / f"{name}.csv"
+        write_table(files[name], {"x": x.tolist(), "y": y.tolist()})
+    command = fit_options(files, task, test=files["test"], seed=0, ignore=None, model="trees")
+    assert cli.main([*command, "--ceiling"]) == 0
+    captured = capsys.readouterr()
+    assert "without protection" not in captured.out
+    name = {"classification": "auc", "count": "r2", "regression": "r2"}[task]
+    found = []
+    for model in ("a linear model", "gradient boosting"):
+        start = f"mirrordp: {UNPROTECTED} {model} without protection: "
+        (line,) = (line for line in captured.err.splitlines() if line.startswith(start))
+        found.append(float(line.partition(f" {name} ")[2].split()[0]))
+    linear, boosting = found
+    assert boosting > max(linear + 0.2, 0.5)
+    assert "gradient boosting" not in (files["out"] / "report.json").read_text()
 
 
 @pytest.mark.parametrize("test", ["private", "copy", "none"])

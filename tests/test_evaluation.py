@@ -171,12 +171,14 @@ def test_what_a_report_gets():
     truth, shares = binary(rng, 100)
     guess = evaluation.guess(BINARY, np.array([0, 0, 0, 1]), 100)
     assert guess[0].tolist() == [0.75, 0.25]
-    found = evaluation.evaluate(BINARY, truth, {evaluation.MODEL: shares, evaluation.GUESS: guess})
+    found = evaluation.evaluate(
+        [BINARY], truth, {evaluation.MODEL: shares, evaluation.GUESS: guess}
+    )
     assert found["test_auc"] > found["baseline_auc"] == 0.5
     assert found["test_auc_standard_error"] > 0
     assert "public_auc" not in found
     assert found["test"]["models"]["this model"]["auc"]["value"] == found["test_auc"]
-    assert found["test"]["curve"]["event"] == "y = yes"
+    assert found["test"]["curves"][0]["event"] == "y = yes"
     assert evaluation.guess(NUMBER, np.array([1.0, 3.0]), 2).tolist() == [2.0, 2.0]
 
 

@@ -4,10 +4,10 @@ import ast
 import collections
 import datetime
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
-from itertools import pairwise
 
 import numpy as np
 import onnxruntime
@@ -50,7 +50,9 @@ def make_scorer(kind, outputs, groups, rng):
     if kind == "network":
         edges = (np.array([-1.0, 0.0, 0.5]), np.array([-2.0, 0.3, 1.0, 4.0]))
         sizes = (width + 5, 6, 4, outputs)
-        layers = tuple((rng.normal(size=s), rng.normal(size=s[1])) for s in pairwise(sizes))
+        layers = tuple(
+            (rng.normal(size=s), rng.normal(size=s[1])) for s in itertools.pairwise(sizes)
+        )
         scale = rng.normal(size=width), rng.uniform(0.5, 2, width)
         return NetworkScorer(*scale, (0, 1), edges, layers, rng.normal(size=(sizes[0], outputs)))
     return LinearScorer(*linear)
@@ -145,11 +147,9 @@ def test_the_numpy_file_computes_the_same(task, kind, tmp_path):
         predictor.predict({"x": [1.0]})
 
 
-def with_dates(task="regression"):
+def with_dates(task="regression", has=(True, True, True)):
     encoding = make_model(task).encoding
-    date = DateColumn(
-        "when", "%d.%m.%Y", 19_000.0, 100.0, 18_000.0, 20_000.0, True, True, True, True
-    )
+    date = DateColumn("when", "%d.%m.%Y", 19_000.0, 100.0, 18_000.0, 20_000.0, *has, has[0])
     encoding = TableEncoding((*encoding.columns, date), encoding.target)
     coefficients = np.random.default_rng(1).normal(size=(1, len(encoding.features)))
     scorer = LinearScorer(coefficients, np.zeros(1))
@@ -168,8 +168,38 @@ def test_dates_in_the_numpy_file(tmp_path):
         found = predictor.predict(rows | {"when": when})["prediction"]
         expected = expected_of(model, rows | {"when": when})["prediction"]
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    with pytest.raises(TableError, match="got DateColumn; export to numpy"):
-        export.onnx_bytes(model)
+
+
+def test_dates_in_onnx():
+    """Ends of years, centuries with and without a leap day, and every day of 220 years."""
+    model = with_dates()
+    rng = np.random.default_rng(0)
+    years = np.array([1, 4, 100, 400, 1600, 1899, 1900, 1969, 1970, 2000, 2023, 2024, 2100, 9999])
+    starts = (years - 1970).astype("M8[Y]").astype("M8[us]")
+    days = np.arange("1890-01-01", "2110-01-01", dtype="M8[D]").astype("M8[us]")
+    times = np.concatenate(
+        [
+            *(starts + np.timedelta64(shift, "s") for shift in (-1, 0, 1)),
+            days + rng.integers(86_400_000_000, size=len(days)).astype("m8[us]"),
+            np.array(["NaT"], "M8[us]"),
+        ]
+    )
+    rows = {column.name: np.full(len(times), "1") for column in model.encoding.columns[:-1]}
+    table = rows | {"when": times}
+    agrees(model, run_onnx(model, table), expected_of(model, table), 1e-9)
+    assert export.onnx_inputs(model, table)["when"][-1] == export.NO_DATE
+    # As text, in the format of the public table.
+    table = {name: cells[:4] for name, cells in rows.items()}
+    table |= {"when": ["01.02.2020", "31.12.2030", "", "soon"]}
+    agrees(model, run_onnx(model, table), expected_of(model, table), 1e-9)
+
+
+@pytest.mark.parametrize("has", list(itertools.product([False, True], repeat=3)))
+def test_parts_of_dates_in_onnx(has):
+    model = with_dates(has=has)
+    rows = {column.name: ["1"] * 3 for column in model.encoding.columns[:-1]}
+    table = rows | {"when": np.array(["2020-02-29T13", "1960-12-31T23:59", "NaT"], "M8[s]")}
+    agrees(model, run_onnx(model, table), expected_of(model, table), 1e-9)
 
 
 ALONE = """
@@ -280,7 +310,7 @@ def test_onnx_without_the_helper():
     (found,) = session.run(None, rows)
     np.testing.assert_allclose(found, model.predict(rows)["prediction"], rtol=1e-9)
     properties = session.get_modelmeta().custom_metadata_map
-    assert properties["target"] == "y"
+    assert json.loads(properties["targets"]) == ["y"]
     assert "epsilon 1, delta 1e-06" in properties["privacy"]
 
 

@@ -16,12 +16,16 @@ from mirrordp.linear import (
     PrivateTreesClassifier,
     PrivateTreesPoissonRegressor,
     PrivateTreesRegressor,
+    _network,
     boosting,
     nonlinear,
 )
 from mirrordp.linear.descent import Rows
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR
 from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.spending import FileLedger
 from mirrordp.tables import cells
 from mirrordp.tables.cells import Cut, TreesScorer
 from mirrordp.tables.network import NetworkScorer
@@ -347,6 +351,53 @@ class TestNetwork:
             model = PrivateNetworkRegressor(3.0, DELTA, steps=3, random_state=0)
             found.append(model.fit(x, y, xp, yp).predict(test[0]))
         assert (found[0] == found[1]).all()
+
+    def test_interrupted_and_resumed(self, tables, tmp_path, monkeypatch):
+        """The best iterate is kept, also if it came before the interruption."""
+        (xp, yp), (x, y), _ = tables
+        monkeypatch.setattr(_network, "_LOOKS", 2)
+        start = _network.Start.of(SQUARED_ERROR, Rows(xp, yp[:, None]))
+        mechanism = Mechanism(
+            sampling=PoissonSampling.for_batch_size(50, num_examples=1500),
+            noise_multiplier=0.5,
+            num_steps=20,
+            l2_clip_norm=start.clip_norm,
+        )
+        train, seen, charged = _network.train, [], []
+
+        def fit(name, stop, resume=False):
+            def interrupted(*args, **options):
+                for number, (state, info) in enumerate(train(*args, **options)):
+                    seen.append(np.asarray(state.params["layers"][0][0], float))
+                    yield state, info
+                    if number == stop:
+                        raise KeyboardInterrupt
+
+            monkeypatch.setattr(_network, "train", interrupted)
+            path = tmp_path / f"{name}.jsonl"
+            with (
+                FileLedger.open(path) if resume else FileLedger.create(path, Adjacency.ZERO_OUT)
+            ) as ledger:
+                try:
+                    return _network.train_privately(
+                        start,
+                        Rows(x[:1500], y[:1500, None]),
+                        mechanism,
+                        learning_rate=5e-3,
+                        seed=0,
+                        spend=ledger,
+                        checkpoint=mirrordp.Checkpoint(tmp_path / name, resume=resume),
+                    )
+                finally:
+                    charged.append(ledger.event)
+
+        whole = fit("whole", stop=None)
+        (best,) = (k for k, weights in enumerate(seen) if (weights == whole.layers[0][0]).all())
+        assert best < len(seen) - 2
+        with pytest.raises(KeyboardInterrupt):
+            fit("part", stop=best + 1)
+        assert fit("part", stop=None, resume=True).to_dict() == whole.to_dict()
+        assert charged[0] == charged[2] != charged[1]
 
     def test_replace_is_refused(self, tables):
         (xp, yp), (x, y), _ = tables

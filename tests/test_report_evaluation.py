@@ -1,5 +1,6 @@
 """Results on test rows and coefficients: on the page, as figures and in comparisons."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from mirrordp import cli
 from mirrordp.report import ReportError, RunReport, charts, evaluation_figures
 from mirrordp.report.comparison import Comparison
-from mirrordp.report.evaluation import coefficients, results_on_test_rows
+from mirrordp.report.evaluation import Score, TestResults, coefficients, results_on_test_rows
 from mirrordp.report.page import report_page
 from mirrordp.tables import ClassTarget, NumberTarget, evaluation
 from tests import remembered
@@ -32,7 +33,7 @@ def results(kind="class", name="y", several=False):
     else:
         target, truth, predicted = NumberTarget(name, False), score, score + rng.normal(size=80)
     found = evaluation.evaluate(
-        target,
+        [target],
         truth,
         {
             evaluation.MODEL: predicted,
@@ -64,7 +65,7 @@ def test_the_page_shows_models_curve_and_coefficients(kind):
     for name, score in test["models"]["this model"].items():
         shown = f"{score['value']:.4g} ({score['low']:.4g} to {score['high']:.4g})"
         assert name.replace("_", " ") in page.text
-        assert shown in page.text
+        assert shown in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert "95%, by a jackknife over test rows" in page.text
     assert ("Calibration" in page.text) == (kind == "class")
     # A curve and the coefficients, each wide and narrow, beside the epsilon over steps.
@@ -109,19 +110,19 @@ def test_bars_have_the_right_ends():
         3,
         {},
         {"models": {}},
-        {"rows": 1, "interval": "", "models": {"m": 3}, "curve": {}},
+        {"rows": 1, "interval": "", "models": {"m": 3}, "curves": [{}]},
         {
             "rows": 1,
             "interval": "i",
             "models": {},
-            "curve": {"kind": "", "event": "", "points": []},
+            "curves": [{"kind": "", "event": "", "points": []}],
         },
     ],
 )
 def test_results_of_another_form_are_listed_as_they_are(content):
     found = {"test": content, "coefficients": content, "test_loss": 1.0}
     assert results_on_test_rows(found) is None
-    assert coefficients(found) == []
+    assert coefficients(found) == {}
     report = RunReport.of(fast_mechanism(), DELTA, title="other", results=found)
     assert "test loss" in Page(report_page(report, run="run")).text
     with pytest.raises(ReportError, match="expected results on test rows"):
@@ -131,19 +132,19 @@ def test_results_of_another_form_are_listed_as_they_are(content):
 @pytest.mark.parametrize("number", [None, "1", float("nan")])
 def test_changed_numbers_are_noticed(number):
     changed = json.loads(json.dumps(results()))
-    changed["test"]["curve"]["points"][0]["low"] = number
+    changed["test"]["curves"][0]["points"][0]["low"] = number
     changed["coefficients"][0]["value"] = number
     assert results_on_test_rows(changed) is None
-    assert coefficients(changed) == []
+    assert coefficients(changed) == {}
 
 
 def test_several_outputs_are_named():
-    assert [one.name for one in coefficients(results(several=True))] == [
-        "y 0, class o0",
-        "y 1, class o1",
-        "y 2, class o2",
+    assert [one.name for one in coefficients(results(several=True))[""]] == [
+        "y 0 (o0)",
+        "y 1 (o1)",
+        "y 2 (o2)",
     ]
-    first, second, _ = coefficients(results())
+    first, second, _ = coefficients(results())[""]
     assert first.name == "y 0"
     assert first.ends == (-3.5, -1.5)
     assert second.ends == (-1.5, -1.5)
@@ -175,3 +176,54 @@ def test_any_measure_can_be_compared(metric):
     assert f"{results()[name]:.4g} +-" in found.text()
     with pytest.raises(ReportError, match="choose another"):
         Comparison.of({"one": make_report()}, "rmse")
+
+
+def drawn_figures(content, monkeypatch):
+    """The figures that `evaluation_figures` draws, instead of their images."""
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    evaluation_figures(content)
+    for figure in figures:
+        figure.set_dpi(150)
+        figure.draw_without_rendering()
+    return figures
+
+
+def visible_ticks(axis):
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+@pytest.mark.parametrize("name", ["y", "WIDE" * 30, "a target with a name of 40 letters, wide"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+def test_nothing_in_a_figure_is_cut_off_or_overlaps(name, scale, monkeypatch):
+    content = results(kind="number", name=name)
+    for point in content["test"]["curves"][0]["points"]:
+        point.update({key: scale * point[key] for key in ("predicted", "observed", "low", "high")})
+    for one in content["coefficients"]:
+        one.update(value=scale * one["value"], target=name)
+    found = drawn_figures(content, monkeypatch)
+    assert len(found) == 2
+    for figure in found:
+        (axes,) = figure.axes
+        ticks = visible_ticks(axes.xaxis)
+        every = {*ticks, *visible_ticks(axes.yaxis)}
+        every |= {axes.xaxis.label, axes.yaxis.label}
+        every |= {text for text in (figure._suptitle, figure._supxlabel) if text is not None}
+        for text in (text for text in every if text.get_text()):
+            box = text.get_window_extent()
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+        boxes = sorted((text.get_window_extent() for text in ticks), key=lambda box: box.x0)
+        assert len(boxes) >= 3
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_numbers_and_names_as_they_are_read():
+    assert str(Score(90563.2, 87912.0, 1.2e10)) == "90,560 (87,910 to 1.2e+10)"
+    assert str(Score(-0.00123456, None, None)) == "-0.001235"
+    assert TestResults.in_words("median_error of old_price") == "median error of old_price"
+    assert charts.shortened("column=category (class)", 11) == "colum…lass)"
+    assert charts.shortened("column", 6) == "column"

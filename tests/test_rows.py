@@ -10,6 +10,7 @@ import pytest
 
 import mirrordp
 from mirrordp.tables import CategoryColumn, NumberColumn, NumberTarget, TableEncoding, TableError
+from mirrordp.tables.columns import numbers
 from mirrordp.tables.fitting import TableModel, as_table
 from mirrordp.tables.rows import columns_of
 from mirrordp.tables.scorers import LinearScorer
@@ -79,6 +80,26 @@ def test_cells_of_every_kind(kind):
 def test_single_columns(column, cells):
     found = columns_of({"column": column})["column"]
     np.testing.assert_array_equal(found, cells)
+
+
+@pytest.mark.parametrize("kind", [list, pd.Series, pl.Series])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [datetime.time(1, 2, 3, 500_000), None],
+        [datetime.timedelta(hours=1, milliseconds=-500), None],
+    ],
+)
+def test_durations_and_times_are_seconds_for_either_reader(kind, cells):
+    """Frames go through `as_table`, and in an exported file through `columns_of`."""
+    expected = {datetime.time: 3723.5, datetime.timedelta: 3599.5}[type(cells[0])]
+    rows = {"column": kind(cells)}
+    frames = {pd.Series: pd.DataFrame, pl.Series: pl.DataFrame}
+    tables = [rows, frames[kind](rows)] if kind in frames else [rows]
+    for found in (columns_of(tables[0]), *(as_table(table).columns for table in tables)):
+        values, wrong = numbers(found["column"])
+        np.testing.assert_array_equal(values, [expected, np.nan])
+        assert not wrong.any()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         commands,
         "fit",
         _run,
-        "fit a linear model to a private table, with the help of a public one",
+        "fit a model to a private table, with the help of a public one",
         "fit --private a.csv --public b.csv --target y --task regression --epsilon 1 --delta 1e-5 "
         "--out model",
     )
@@ -53,7 +53,13 @@ def add(commands: Any) -> None:
         ("--public", f"{_TABLE} with the same columns; types, categories and scales come from it"),
     ):
         parser.add_argument(name, type=Path, required=True, metavar="FILE", help=summary)
-    parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
+    parser.add_argument(
+        "--target",
+        action="append",
+        required=True,
+        metavar="COLUMN",
+        help="the column to predict; may be repeated for regression, which one epsilon covers",
+    )
     parser.add_argument(
         "--task",
         type=one_of(*TASKS),
@@ -106,8 +112,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ceiling",
         action="store_true",
-        help="also fit without protection, and show on standard error how well that does on test "
-        "rows: for the operator only, never written",
+        help="also fit without protection (a linear model, and gradient boosting if --model is not "
+        "linear), and show on standard error how well that does on test rows: for the operator "
+        "only, never written",
     )
     parser.add_argument(
         "--model",
@@ -235,17 +242,16 @@ def _run(arguments: argparse.Namespace) -> int:
     # On standard error, since what is printed may be passed on.
     for name, words in fitted.unprotected_cells.items():
         print(f"mirrordp: {UNPROTECTED} column {name!r}: {words}.", file=sys.stderr)
-    if fitted.unprotected_ceiling is not None:
-        scores = (
-            f"{k} {_with_interval(v._asdict())}" for k, v in fitted.unprotected_ceiling.items()
-        )
-        line = f"{UNPROTECTED} the same model without protection: {', '.join(scores)}."
+    for name, measured in (fitted.unprotected_ceiling or {}).items():
+        scores = (f"{k} {_with_interval(v._asdict())}" for k, v in measured.items())
+        line = f"{UNPROTECTED} {name} without protection: {', '.join(scores)}."
         print(f"mirrordp: {line}", file=sys.stderr)
     return 0
 
 
 def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds: float) -> None:
     from mirrordp.report import NOT_FOR_RELEASE
+    from mirrordp.tables.files import listed
 
     report, model = fitted.report, fitted.model
     if arguments.json:
@@ -261,7 +267,7 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
             "tuning": report.tuning,
             "task": model.task,
             "model": model.scorer.kind,
-            "target": arguments.target,
+            "target": arguments.target if len(arguments.target) > 1 else arguments.target[0],
             "features": list(model.encoding.features),
             "left_out": dict(fitted.left_out),
             "out": str(arguments.out),
@@ -276,8 +282,8 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         print_json(result)
         return
     print(
-        f"Fitted {model.task} of {arguments.target!r} on {len(model.encoding.columns)} columns, "
-        f"{len(model.encoding.features)} features, in {report.charged_steps} noisy steps "
+        f"Fitted {model.task} of {listed(arguments.target)} on {len(model.encoding.columns)} "
+        f"columns, {len(model.encoding.features)} features, in {report.charged_steps} noisy steps "
         f"(model: {model.scorer.kind})."
     )
     if "rehearsal" in report.results:
@@ -317,13 +323,15 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
 
 def _print_scores(test: Mapping[str, Any]) -> None:
     """Prints one line per measure, and one column per model."""
+    from mirrordp.report.evaluation import TestResults
+
     models = test["models"]
     names = list(dict.fromkeys(name for measured in models.values() for name in measured))
     table = [["", *models]]
     for name in names:
         cells = [measured.get(name) for measured in models.values()]
         shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
-        table.append([name.replace("_", " "), *shown])
+        table.append([TestResults.in_words(name), *shown])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
     for row in table:
@@ -332,9 +340,9 @@ def _print_scores(test: Mapping[str, Any]) -> None:
 
 
 def _with_interval(measured: Mapping[str, Any]) -> str:
-    if measured["low"] is None:
-        return f"{measured['value']:.4g}"
-    return f"{measured['value']:.4g} ({measured['low']:.4g} to {measured['high']:.4g})"
+    from mirrordp.report.evaluation import Score
+
+    return str(Score(measured["value"], measured["low"], measured["high"]))
 
 
 def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,15 +197,19 @@ def train_privately(
     for array in arrays:
         array[~finite] = 0.0
     num_public = len(start.public[0])
+    every = max(1, mechanism.num_steps // _PRIVATE_LOOKS)
+    adam = optax.adam(optax.linear_schedule(learning_rate, 0.0, mechanism.num_steps), b2=0.99)
+
+    def judge(params: Params) -> jax.Array:
+        return jax.vmap(loss, in_axes=(None, 0))(params, start.held_out).mean()
+
     step = TrainStep(
         loss,
         mechanism,
-        optax.adam(optax.linear_schedule(learning_rate, 0.0, mechanism.num_steps), b2=0.99),
+        _keeping_best(adam, judge, every=every, last=mechanism.num_steps),
         public_loss_fn=loss,
         public_batch_size=min(num_public, _BATCH),
     )
-    judge = jax.jit(lambda params: jax.vmap(loss, in_axes=(None, 0))(params, start.held_out).mean())
-    best, lowest = start.params, float(judge(start.params))
     states = train(
         step,
         start.params,
@@ -214,9 +219,55 @@ def train_privately(
         seed=seed,
         spend=spend,
         checkpoint=checkpoint,
-        options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_LOOKS)),
+        options=TrainOptions(steps_per_call=every),
     )
-    for state, _ in states:
-        if (judged := float(judge(state.params))) < lowest:
-            best, lowest = state.params, judged
-    return _with(network, best)
+    *_, (state, _) = states
+    return _with(network, state.opt_state.best)
+
+
+class _KeepingBest(NamedTuple):
+    inner: Any
+    best: Params
+    lowest: jax.Array
+    num_steps: jax.Array
+
+
+def _keeping_best(
+    inner: optax.GradientTransformation,
+    judge: Callable[[Params], jax.Array],
+    *,
+    every: int,
+    last: int,
+) -> optax.GradientTransformation:
+    """Keeps the iterate that is judged best, the start among them.
+
+    It is kept in the state of the optimiser, which checkpoints hold, so that a run that is resumed
+    ends with the iterate of the run that was never interrupted.
+
+    Args:
+        inner: the optimiser.
+        judge: returns the loss to judge parameters by, which must not read private rows.
+        every: how many steps lie between two looks.
+        last: the number of the last step, which is looked at too.
+    """
+
+    def init(params: Params) -> _KeepingBest:
+        return _KeepingBest(inner.init(params), params, judge(params), jnp.zeros((), jnp.int32))
+
+    def update(grads: Params, state: _KeepingBest, params: Params | None = None) -> Any:
+        assert params is not None
+        updates, inner_state = inner.update(grads, state.inner, params)
+        num_steps = state.num_steps + 1
+
+        def look() -> tuple[Params, jax.Array]:
+            found: Params = optax.apply_updates(params, updates)
+            judged = judge(found)
+            is_better = judged < state.lowest
+            best = jax.tree.map(lambda a, b: jnp.where(is_better, a, b), found, state.best)
+            return best, jnp.where(is_better, judged, state.lowest)
+
+        is_due = (num_steps % every == 0) | (num_steps == last)
+        best, lowest = jax.lax.cond(is_due, look, lambda: (state.best, state.lowest))
+        return updates, _KeepingBest(inner_state, best, lowest, num_steps)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

@@ -470,6 +470,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             options = {**options, "stays_sparse": True}
         return plan_warm(problem.family, x, targets, follows_hessian=follows_hessian, **options)
 
+    def _from_public_rows(self, plan: Any) -> Any:
+        """Returns arrays that differ if the private part would compute something else."""
+        return plan.theta
+
     def _run(
         self,
         plan: Any,
@@ -500,7 +504,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
                 **{name: repr(value) for name, value in parameters.items()},
                 **checkpoints.fields("mechanism", mechanism),
                 **checkpoints.fields("settings", plan.settings),
-                "public rows": _fingerprint.of_arrays(key, plan.theta),
+                "public rows": _fingerprint.of_arrays(key, self._from_public_rows(plan)),
                 "private data": _fingerprint.of_arrays(
                     key, (features, rows.targets, counts, *weights)
                 ),

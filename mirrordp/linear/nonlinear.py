@@ -9,6 +9,7 @@ All need public rows, which decide everything but the values that are learned un
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -202,6 +203,10 @@ class _Trees(_Nonlinear):
 
     def _method(self, width: int, sparse: bool) -> str:
         return "private boosting of cells chosen by public rows"
+
+    def _from_public_rows(self, plan: Any) -> np.ndarray:
+        text = json.dumps([plan.model.to_dict(), *plan.release])
+        return np.frombuffer(text.encode(), np.uint8)
 
     def _learn(
         self, plan: Any, family: Family, rows: Any, mechanism: Mechanism, key: Any
@@ -508,6 +513,9 @@ class _Auto(_Nonlinear):
 
     def _count(self, mechanism, delta, shape):
         return self._kind._count(self, mechanism, delta, shape)
+
+    def _from_public_rows(self, plan: Any) -> Any:
+        return self._kind._from_public_rows(self, plan)
 
     def _rows(self, plan: Any, X: Any, problem: _Problem) -> Any:
         return self._kind._rows(self, plan, X, problem)

@@ -96,7 +96,8 @@ def chart(
     x_axis = _Axis.around(xs, count=max(3, width // 110), log=log_x)
     y_axis = _Axis.around([*ys, 0.0] if from_zero else ys, count=5)
     left = 14 + 8 * max(len(text) for text in y_axis.labels)
-    top, right, bottom = 30, 18, 46
+    # Half of the last label is to the right of the axis.
+    top, right, bottom = 30, max(18, 4 * len(x_axis.labels[-1])), 46
     to_x = x_axis.scale(left, width - right)
     to_y = y_axis.scale(height - bottom, top)
     parts = [
@@ -140,12 +141,13 @@ def bars(
         width: the width in pixels.
     """
     axis = _Axis.around([0.0, *(x for _, *ends in rows for x in ends)], count=max(3, width // 130))
-    longest = max(8, width // 22)
-    names = [n if len(n) <= longest else f"{n[: longest - 1]}…" for n, *_ in rows]
-    left = 14 + 7 * max(map(len, names))
+    longest = max(8, width // 19)
+    names = [shortened(name, longest) for name, *_ in rows]
+    left = 14 + 8 * max(map(len, names))
+    right = max(18, 4 * len(axis.labels[-1]))
     height = 24 * len(rows) + 60
     bottom = height - 46
-    to_x = axis.scale(left, width - 18)
+    to_x = axis.scale(left, width - right)
     parts = [
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escaped(describe)}" xmlns="http://www.w3.org/2000/svg">'
@@ -166,10 +168,18 @@ def bars(
             f'stroke-width="3"/>{marker(2, to_x(value), y)}'
         )
     parts.append(
-        f'<text x="{(left + width - 18) / 2:.0f}" y="{height - 6}" text-anchor="middle" '
+        f'<text x="{(left + width - right) / 2:.0f}" y="{height - 6}" text-anchor="middle" '
         f'fill="{_INK}">{escaped(x_label)}</text></svg>'
     )
     return "".join(parts)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Returns text without its middle if it is too long: a name's end may be what it differs in."""
+    if len(text) <= longest:
+        return text
+    end = (longest - 1) // 2
+    return f"{text[: longest - 1 - end]}…{text[len(text) - end :]}"
 
 
 def _drawn(one: Series, to_x, to_y, markers_every: int) -> list[str]:
@@ -238,10 +248,11 @@ def legend(series: Sequence[Series]) -> str:
     items = []
     for one in series:
         dashes = f' stroke-dasharray="{one.dashes}"' if one.dashes else ""
+        point = marker(one.look, 17, 8) if one.markers else ""
         items.append(
             '<li><svg width="34" height="16" viewBox="0 0 34 16" aria-hidden="true">'
             f'<path d="M1 8H33" stroke="{one.colour}" stroke-width="2.4"{dashes}/>'
-            f"{marker(one.look, 17, 8)}</svg><span>{escaped(one.label)}</span></li>"
+            f"{point}</svg><span>{escaped(one.label)}</span></li>"
         )
     return f'<ul class="legend">{"".join(items)}</ul>'
 

@@ -88,7 +88,8 @@ def metrics(rows: Sequence[Outcome]) -> list[str]:
 
 def higher_is_better(metric: str) -> bool:
     """Judges by the name of a quantity whether higher values are better."""
-    return bool(_HIGHER_IS_BETTER.search(metric.lower()))
+    # A measure of one of several targets ends with its name, which says nothing.
+    return bool(_HIGHER_IS_BETTER.search(metric.partition(" of ")[0].lower()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mirrordp.report.charts import PALETTE
+from mirrordp.report.charts import PALETTE, shortened
 from mirrordp.report.stored import ReportError
 
+DIAGONAL_LABEL = "prediction = observation"
 COEFFICIENTS_CAPTION = "coefficient; bars are two standard deviations of the noise to either side"
 
 
@@ -26,8 +27,15 @@ class Score:
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
-            return f"{self.value:.4g}"
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+            return _with_commas(self.value)
+        low, high = _with_commas(self.low), _with_commas(self.high)
+        return f"{_with_commas(self.value)} ({low} to {high})"
+
+
+def _with_commas(value: float) -> str:
+    """Returns four digits of a number, written as 90,560 rather than 9.056e+04."""
+    text = f"{value:.4g}"
+    return f"{float(text):,.0f}" if 1e4 <= abs(value) < 1e9 else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +49,10 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestResults:
-    """The results on test rows.
+class TestCurve:
+    """What was observed on test rows against what was predicted.
 
     Attributes:
-        rows: their number.
-        interval: how the intervals were found, in words.
-        models: the scores by name of the model and of the measure.
         is_calibration: whether the curve shows shares of events, not numbers.
         event: what is predicted, in words.
         points: the curve.
@@ -55,17 +60,14 @@ class TestResults:
 
     __test__ = False  # pytest would take the name for a test.
 
-    rows: int
-    interval: str
-    models: Mapping[str, Mapping[str, Score]]
     is_calibration: bool
     event: str
     points: tuple[Point, ...]
 
     @property
-    def measures(self) -> list[str]:
-        """The names of all measures."""
-        return list(dict.fromkeys(name for scores in self.models.values() for name in scores))
+    def title(self) -> str:
+        """The name of the figure."""
+        return "Calibration" if self.is_calibration else "Predicted and observed"
 
     @property
     def caption(self) -> str:
@@ -97,6 +99,36 @@ class TestResults:
 
 
 @dataclasses.dataclass(frozen=True)
+class TestResults:
+    """The results on test rows.
+
+    Attributes:
+        rows: their number.
+        interval: how the intervals were found, in words.
+        models: the scores by name of the model and of the measure.
+        curves: one curve for each target.
+    """
+
+    __test__ = False
+
+    rows: int
+    interval: str
+    models: Mapping[str, Mapping[str, Score]]
+    curves: tuple[TestCurve, ...]
+
+    @staticmethod
+    def in_words(measure: str) -> str:
+        """Returns the name of a measure without underscores; that of a target stays as it is."""
+        name, of, target = measure.partition(" of ")
+        return name.replace("_", " ") + of + target
+
+    @property
+    def measures(self) -> list[str]:
+        """The names of all measures."""
+        return list(dict.fromkeys(name for scores in self.models.values() for name in scores))
+
+
+@dataclasses.dataclass(frozen=True)
 class Coefficient:
     """One coefficient, and the standard deviation that noise alone gives it, if it is known."""
 
@@ -115,7 +147,6 @@ def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
     """Returns the results on test rows, or None if there are none of the expected form."""
     try:
         content = results["test"]
-        curve = content["curve"]
         found = TestResults(
             rows=int(content["rows"]),
             interval=str(content["interval"]),
@@ -123,16 +154,23 @@ def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
                 str(model): {str(name): _score(score) for name, score in scores.items()}
                 for model, scores in content["models"].items()
             },
-            is_calibration=curve["kind"] == "calibration",
-            event=str(curve["event"]),
-            points=tuple(
-                Point(*(_finite(point[field.name]) for field in dataclasses.fields(Point)))
-                for point in curve["points"]
-            ),
+            curves=tuple(_curve(curve) for curve in content["curves"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return found if found.measures and found.points else None
+    has_points = bool(found.curves) and all(curve.points for curve in found.curves)
+    return found if found.measures and has_points else None
+
+
+def _curve(content: Mapping[str, Any]) -> TestCurve:
+    return TestCurve(
+        is_calibration=content["kind"] == "calibration",
+        event=str(content["event"]),
+        points=tuple(
+            Point(*(_finite(point[field.name]) for field in dataclasses.fields(Point)))
+            for point in content["points"]
+        ),
+    )
 
 
 def _score(content: Mapping[str, Any]) -> Score:
@@ -148,21 +186,27 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def coefficients(results: Mapping[str, Any]) -> list[Coefficient]:
-    """Returns the largest coefficients, or none if there are none of the expected form."""
+def coefficients(results: Mapping[str, Any]) -> dict[str, list[Coefficient]]:
+    """Returns the largest coefficients by target, "" if there is one target.
+
+    If there are none of the expected form, the result is empty.
+    """
+    found: dict[str, list[Coefficient]] = {}
     try:
         content = results["coefficients"]
-        several = len({one["output"] for one in content}) > 1
-        return [
-            Coefficient(
-                f"{one['feature']}, class {one['output']}" if several else str(one["feature"]),
-                _finite(one["value"]),
-                None if one["noise_stddev"] is None else _finite(one["noise_stddev"]),
+        several = len({one["output"] for one in content if "target" not in one}) > 1
+        for one in content:
+            stddev = one["noise_stddev"]
+            found.setdefault(str(one.get("target", "")), []).append(
+                Coefficient(
+                    f"{one['feature']} ({one['output']})" if several else str(one["feature"]),
+                    _finite(one["value"]),
+                    None if stddev is None else _finite(stddev),
+                )
             )
-            for one in content
-        ]
-    except (KeyError, TypeError, ValueError):
-        return []
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+    return found
 
 
 def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
@@ -174,10 +218,11 @@ def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
     found = {}
     tested, largest = results_on_test_rows(results), coefficients(results)
     if tested is not None:
-        name = "calibration.png" if tested.is_calibration else "residuals.png"
-        found[name] = _curve_figure(tested)
-    if largest:
-        found["coefficients.png"] = _coefficients_figure(largest)
+        for number, curve in enumerate(tested.curves, start=1):
+            name = "calibration" if curve.is_calibration else "residuals"
+            found[_file(name, number, len(tested.curves))] = _curve_figure(curve, tested.rows)
+    for number, (target, own) in enumerate(largest.items(), start=1):
+        found[_file("coefficients", number, len(largest))] = _coefficients_figure(target, own)
     if not found:
         raise ReportError(
             "expected results on test rows or coefficients to draw, as mirrordp fit writes them, "
@@ -186,52 +231,81 @@ def evaluation_figures(results: Mapping[str, Any]) -> dict[str, bytes]:
     return found
 
 
-def _curve_figure(tested: TestResults) -> bytes:
+def _file(name: str, number: int, count: int) -> str:
+    return f"{name}.png" if count == 1 else f"{name}_{number}.png"
+
+
+def _curve_figure(tested: TestCurve, rows: int) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot(tested.diagonal, tested.diagonal, color=PALETTE[0], ls="--", lw=1.2)
+    axes.plot(
+        tested.diagonal, tested.diagonal, color=PALETTE[0], ls="--", lw=1.2, label=DIAGONAL_LABEL
+    )
     x = [point.predicted for point in tested.points]
     y = [point.observed for point in tested.points]
     if tested.is_calibration:
         below = [point.observed - point.low for point in tested.points]
         above = [point.high - point.observed for point in tested.points]
-        axes.errorbar(x, y, yerr=[below, above], color=PALETTE[2], marker="o", capsize=4)
+        label = "this model, with 95% intervals"
+        axes.errorbar(
+            x, y, yerr=[below, above], color=PALETTE[2], marker="o", capsize=4, label=label
+        )
     else:
         low, high = [p.low for p in tested.points], [p.high for p in tested.points]
-        axes.fill_between(x, low, high, color=PALETTE[2], alpha=0.2, lw=0)
-        axes.plot(x, y, color=PALETTE[2], marker="o")
-    across, up = (_plain(label) for label in tested.labels)
+        axes.fill_between(x, low, high, color=PALETTE[2], alpha=0.2, lw=0, label="middle 80%")
+        axes.plot(x, y, color=PALETTE[2], marker="o", label="this model, mean")
+    across, up = (_plain(label, 44) for label in tested.labels)
     axes.set(xlabel=across, ylabel=up)
-    title = "Calibration" if tested.is_calibration else "Predicted and observed"
-    axes.set_title(f"{title} on {tested.rows} test rows", loc="left", fontweight="bold")
-    return _png(figure, axes)
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    _label_plainly(axes.xaxis, 6)
+    _label_plainly(axes.yaxis, 6)
+    return _png(figure, axes, f"{tested.title} on {rows:,} test rows")
 
 
-def _coefficients_figure(largest: list[Coefficient]) -> bytes:
+def _coefficients_figure(target: str, largest: list[Coefficient]) -> bytes:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(largest)), layout="constrained")
+    names = [_plain(one.name) for one in largest]
+    # The room of the names comes on top of that of the bars.
+    size = (4.6 + 0.075 * max(map(len, names)), 1.6 + 0.32 * len(largest))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=PALETTE[0], lw=1)
     for place, one in enumerate(largest):
         low, high = one.ends
         axes.plot([low, high], [place, place], color=PALETTE[2], lw=2.2)
         axes.plot(one.value, place, color=PALETTE[2], marker="o")
-    axes.set_yticks(range(len(largest)), [_plain(one.name) for one in largest], fontsize=9)
-    axes.set(ylim=(len(largest) - 0.4, -0.6), xlabel=COEFFICIENTS_CAPTION)
-    axes.set_title("Largest coefficients", loc="left", fontweight="bold")
-    return _png(figure, axes)
+    axes.set_yticks(range(len(largest)), names, fontsize=9)
+    axes.set(ylim=(len(largest) - 0.4, -0.6))
+    _label_plainly(axes.xaxis, 4)
+    figure.supxlabel(COEFFICIENTS_CAPTION, fontsize=9)
+    title = "Largest coefficients"
+    return _png(figure, axes, f"{title}: {_plain(target, 30)}" if target else title)
 
 
-def _plain(text: str) -> str:
+def _label_plainly(axis: Any, most: int) -> None:
+    """Writes few numbers along an axis, 200,000 rather than 2e5, so that none overlap."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    def text(value: float, position: int | None) -> str:
+        shown = f"{value:,.10g}" if abs(value) < 1e7 else f"{value:.3g}"
+        return shown.replace("-", "−")
+
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(text))
+
+
+def _plain(text: str, longest: int = 60) -> str:
     """Returns text that matplotlib does not take for mathematics, on one line."""
     shown = "".join(char if char.isprintable() else "?" for char in text)
-    return (shown if len(shown) <= 60 else f"{shown[:59]}…").replace("$", r"\$")
+    return shortened(shown, longest).replace("$", r"\$")
 
 
-def _png(figure: Any, axes: Any) -> bytes:
+def _png(figure: Any, axes: Any, title: str) -> bytes:
+    # Above the names too, so that it has the whole width.
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()

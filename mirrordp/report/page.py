@@ -22,7 +22,13 @@ from mirrordp.report.comparison import (
     outcomes,
     spans_decades,
 )
-from mirrordp.report.evaluation import coefficients, results_on_test_rows
+from mirrordp.report.evaluation import (
+    DIAGONAL_LABEL,
+    Coefficient,
+    TestCurve,
+    coefficients,
+    results_on_test_rows,
+)
 from mirrordp.report.figures import Curve
 from mirrordp.report.statement import RunReport
 
@@ -65,7 +71,9 @@ tbody th{font-weight:500;color:var(--soft);width:38%}
 .data tbody th{color:var(--ink);width:auto}
 .data th,.data td{overflow-wrap:break-word;max-width:18rem}
 .data tr>:last-child{padding-right:0}
-td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;
+max-width:none!important}
+.scores td.number{white-space:normal}
 .best td,.best th{font-weight:650}
 figure{margin:.4rem 0 0}
 figure svg{display:block;max-width:100%;height:auto;font:13px system-ui,sans-serif}
@@ -350,13 +358,27 @@ def _on_test_rows(report: RunReport) -> str:
         return ""
     header = ["measure", *tested.models]
     rows = [
-        [name.replace("_", " "), *(str(scores.get(name, "–")) for scores in tested.models.values())]
+        # The line may end before the interval, and not within it.
+        [
+            tested.in_words(name),
+            *(
+                str(scores.get(name, "–")).replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
+                for scores in tested.models.values()
+            ),
+        ]
         for name in tested.measures
     ]
-    points = tested.points
-    line = Series(
-        "prediction = observation", tested.diagonal, tested.diagonal, markers=False, look=0
+    return _section(
+        f"On {tested.rows:,} test rows",
+        f'<div class="scores">{_data_table(header, rows, set(tested.models))}</div>'
+        + f'<p class="quiet">Intervals: {escaped(tested.interval)}. These rows need no protection, '
+        "and the model did not see them.</p>" + "".join(map(_test_curve, tested.curves)),
     )
+
+
+def _test_curve(tested: TestCurve) -> str:
+    points = tested.points
+    line = Series(DIAGONAL_LABEL, tested.diagonal, tested.diagonal, markers=False, look=0)
     curve = Series(
         "this model",
         [point.predicted for point in points],
@@ -379,22 +401,31 @@ def _on_test_rows(report: RunReport) -> str:
         [f"{p.predicted:.4g}", f"{p.observed:.4g}", f"{p.low:.4g}", f"{p.high:.4g}"] for p in points
     ]
     columns = ["predicted", "observed", "low", "high"]
-    title = "Calibration" if tested.is_calibration else "Predicted and observed"
-    return _section(
-        f"On {tested.rows:,} test rows",
-        _data_table(header, rows, set(tested.models))
-        + f'<p class="quiet">Intervals: {escaped(tested.interval)}. These rows need no protection, '
-        "and the model did not see them.</p>"
-        + f"<h3>{title}</h3><figure>{legend([line, curve])}{drawn}"
-        + f"<figcaption>{escaped(tested.caption)}</figcaption></figure>"
-        + _details("As a table", _data_table(columns, numbers, set(columns))),
+    return (
+        f"<h3>{tested.title}</h3><figure>{legend([line, curve])}{drawn}"
+        f"<figcaption>{escaped(tested.caption)}</figcaption></figure>"
+        + _details("As a table", _data_table(columns, numbers, set(columns)))
     )
 
 
 def _coefficients(report: RunReport) -> str:
-    largest = coefficients(report.results)
-    if not largest:
+    found = coefficients(report.results)
+    if not found:
         return ""
+    return _section(
+        "Largest coefficients",
+        "".join(_coefficients_of(target, largest) for target, largest in found.items())
+        + '<p class="quiet">'
+        "Bars are two standard deviations to either side, by the noise alone: how far another fit "
+        "of the same records would differ. They follow from the mechanism and public rows, and do "
+        "not include that the records are a sample. Numbers are in units of their public standard "
+        "deviation; a category is relative to the mean of its column, and a class to the mean of "
+        "all classes.</p>",
+    )
+
+
+def _coefficients_of(target: str, largest: Sequence[Coefficient]) -> str:
+    """Returns the figure and the table of one target; "" is the only one."""
     lines = [(one.name, one.value, *one.ends) for one in largest]
     first = largest[0]
     describe = f"The {len(largest)} largest coefficients, from {first.name}: {first.value:.3g}"
@@ -410,15 +441,10 @@ def _coefficients(report: RunReport) -> str:
         for one in largest
     ]
     header = ["feature", "coefficient", "noise"]
-    return _section(
-        "Largest coefficients",
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div><figcaption>'
-        "Bars are two standard deviations to either side, by the noise alone: how far another fit "
-        "of the same records would differ. They follow from the mechanism and public rows, and do "
-        "not include that the records are a sample. Numbers are in units of their public standard "
-        "deviation; a category is relative to the mean of its column, and a class to the mean of "
-        "all classes.</figcaption></figure>"
-        + _details("As a table", _data_table(header, rows, set(header[1:]))),
+    return (
+        (f"<h3>{escaped(target)}</h3>" if target else "")
+        + f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>'
+        + _details("As a table", _data_table(header, rows, set(header[1:])))
     )
 
 

@@ -17,13 +17,19 @@ from mirrordp.tables.scorers import Scorer
 
 
 def predicted(
-    rows: Any, columns: Sequence[Column], classes: Sequence[str], task: str, scorer: Scorer
+    rows: Any,
+    columns: Sequence[Column],
+    targets: Sequence[str],
+    classes: Sequence[str],
+    task: str,
+    scorer: Scorer,
 ) -> dict[str, np.ndarray]:
-    """Returns columns: the expected value, or the class and every class's probability.
+    """Returns columns: the expected values, or the class and every class's probability.
 
     Args:
         rows: a data frame of pandas or polars, or a dictionary of columns.
         columns: how columns become features.
+        targets: the names of the targets.
         classes: the classes; none if the target is a number.
         task: the task, which decides what scores mean.
         scorer: the function from features to scores.
@@ -40,8 +46,10 @@ def predicted(
     scores = scorer(np.concatenate(parts, axis=1))
     if not classes:
         # No count could be observed whose logarithm is larger.
-        is_count = task == "count"
-        return {"prediction": (np.exp(np.minimum(scores, 100.0)) if is_count else scores)[:, 0]}
+        means = np.exp(np.minimum(scores, 100.0)) if task == "count" else scores
+        if len(targets) == 1:
+            return {"prediction": means[:, 0]}
+        return {f"prediction of {name}": means[:, k] for k, name in enumerate(targets)}
     shares = _ordered(scores) if task == "ordinal" else _softmax(scores)
     found = {"prediction": np.array(classes)[shares.argmax(axis=1)]}
     return found | {f"probability of {name}": shares[:, k] for k, name in enumerate(classes)}

@@ -31,7 +31,8 @@ class EncodedTable:
 
     Attributes:
         features: a finite float64 array of shape (rows, features).
-        target: an array of shape (rows,), which holds class indices for classification.
+        target: an array of shape (rows,), which holds class indices for classification; of shape
+            (rows, targets) if there are several.
         unusable: a mask of the rows without a usable target. They count as rows and contribute
             nothing.
         unfamiliar: for the operator of these rows, by column: how many cells the public table does
@@ -157,9 +158,21 @@ class FeatureEncoding:
 
 @dataclasses.dataclass(frozen=True)
 class TableEncoding(FeatureEncoding):
-    """The rules by which rows become arrays, made by `learn_encoding` and kept in model files."""
+    """The rules by which rows become arrays, made by `learn_encoding` and kept in model files.
+
+    Attributes:
+        columns: the columns that become features.
+        target: the target, or the first of several.
+        further_targets: the others, all numbers.
+    """
 
     target: Target
+    further_targets: tuple[NumberTarget, ...] = ()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All targets."""
+        return (self.target, *self.further_targets)
 
     def encode(self, batches: Iterable[Table], *, private: bool) -> EncodedTable:
         """Encodes features and target.
@@ -173,35 +186,49 @@ class TableEncoding(FeatureEncoding):
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
         parts, source = [], ""
+        names = [target.name for target in self.targets]
         for table in batches:
             source = table.source
-            needed = [*(column.name for column in self.columns), self.target.name]
-            require_columns(table, needed, private)
+            require_columns(table, [*(column.name for column in self.columns), *names], private)
             features = self._encode_features(table, tallies)
-            cells = table.columns[self.target.name]
-            target, unusable = self.target.encode(cells, tallies[self.target.name])
-            parts.append((features, target, unusable))
+            parts.append((features, *self._encode_targets(table, tallies)))
         self.judge(tallies, source, private=private)
         features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
         if unusable.all():
             raise TableError(
-                f"{mark(private)}expected a usable target {self.target.name!r} in {source!r}, "
+                f"{mark(private)}expected a usable target {listed(names)} in {source!r}, "
                 "got none in any row; check the column."
             )
         unfamiliar = self.unfamiliar(tallies)
         if unusable.any():
-            unfamiliar[self.target.name] = (
+            unfamiliar[", ".join(names)] = (
                 f"{np.count_nonzero(unusable)} of {len(unusable)} rows without a usable target, "
                 "which contribute nothing"
             )
         return EncodedTable(features, target, unusable, unfamiliar)
 
+    def _encode_targets(
+        self, table: Table, tallies: dict[str, Tally]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the targets, and a mask of the rows that lack one of them."""
+        found = [
+            target.encode(table.columns[target.name], tallies[target.name])
+            for target in self.targets
+        ]
+        if len(found) == 1:
+            return found[0]
+        values, unusable = zip(*found, strict=True)
+        return np.column_stack(values), np.logical_or.reduce(unusable)
+
     def _kinds(self) -> dict[str, Column | Target]:
-        return super()._kinds() | {self.target.name: self.target}
+        return super()._kinds() | {target.name: target for target in self.targets}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain types, for JSON."""
-        return super().to_dict() | {"target": _tagged(self.target)}
+        found = super().to_dict() | {"target": _tagged(self.target)}
+        if self.further_targets:
+            found["further_targets"] = [_tagged(target) for target in self.further_targets]
+        return found
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TableEncoding":
@@ -210,7 +237,12 @@ class TableEncoding(FeatureEncoding):
             _untagged(column, (NumberColumn, CategoryColumn, DateColumn))
             for column in value["columns"]
         )
-        return cls(columns, _untagged(value["target"], (NumberTarget, ClassTarget)))
+        further = value.get("further_targets", [])
+        return cls(
+            columns,
+            _untagged(value["target"], (NumberTarget, ClassTarget)),
+            tuple(_untagged(target, (NumberTarget,)) for target in further),
+        )
 
 
 def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:

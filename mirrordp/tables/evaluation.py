@@ -11,6 +11,8 @@ rows, a sample of 10,000 tells the standard error, which is then scaled to all o
     number     rmse, mae, r2, median_error, error_90 (the 90% quantile of |error|)
     count      deviance (Poisson), and those of a number
 
+Several targets have these measures each, such as "rmse of price".
+
 With more than two classes, auc and average_precision are means over the classes, each against the
 rest, and the calibration error is that of the predicted class.
 
@@ -19,7 +21,7 @@ Predictions do not need scikit-learn, which is therefore imported where it is us
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +30,6 @@ from mirrordp.tables.columns import CategoryColumn, ClassTarget, Target
 from mirrordp.tables.encoding import TableEncoding
 
 MODEL, PUBLIC, GUESS = "this model", "public rows alone", "guess without features"
-CEILING = "same model without protection"
 INTERVAL = "95%, by a jackknife over test rows"
 _GROUPS = 25
 _MAX_ROWS = 10_000
@@ -79,6 +80,25 @@ def measure(target: Target, truth: np.ndarray, predicted: np.ndarray) -> dict[st
             reach = float(scipy.stats.t.ppf(0.975, used - 1)) * error
             found[name] = Measured(value, error, max(low, value - reach), min(high, value + reach))
     return found
+
+
+def measure_all(
+    targets: Sequence[Target], truth: np.ndarray, predicted: np.ndarray
+) -> dict[str, Measured]:
+    """Returns the measures of one target, or of several with the name of the target each.
+
+    Args:
+        targets: the targets.
+        truth: as `measure` takes it; of several targets, numbers of shape (rows, targets).
+        predicted: likewise.
+    """
+    if len(targets) == 1:
+        return measure(targets[0], truth, predicted)
+    return {
+        f"{name} of {target.name}": measured
+        for target, y, p in zip(targets, truth.T, predicted.T, strict=True)
+        for name, measured in measure(target, y, p).items()
+    }
 
 
 def _value(function: Measure, truth: np.ndarray, predicted: np.ndarray) -> float:
@@ -200,36 +220,38 @@ def residual_curve(truth: np.ndarray, predicted: np.ndarray) -> list[dict[str, f
 
 
 def guess(target: Target, y_public: np.ndarray, rows: int) -> np.ndarray:
-    """Returns the predictions that use no feature: the public mean, or the public shares."""
+    """Returns the predictions that use no feature: public means, or public shares of classes."""
     if isinstance(target, ClassTarget):
         shares = np.bincount(y_public.astype(int), minlength=len(target.classes)) / len(y_public)
         return np.tile(shares, (rows, 1))
-    return np.full(rows, float(y_public.mean()))
+    return np.tile(y_public.mean(axis=0), (rows, *[1] * (y_public.ndim - 1)))
 
 
 def evaluate(
-    target: Target, truth: np.ndarray, predicted: Mapping[str, np.ndarray]
+    targets: Sequence[Target], truth: np.ndarray, predicted: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Returns the results of several models on test rows, as plain types for a report.
 
     Args:
-        target: the target.
+        targets: the targets.
         truth: the targets of the test rows, which need no protection.
-        predicted: the predictions by name of the model, as `measure` takes them: `MODEL`, and
+        predicted: the predictions by name of the model, as `measure_all` takes them: `MODEL`, and
             usually `PUBLIC` and `GUESS`.
 
     Returns:
         The entries `test_...` of the model and `public_...`, `baseline_...` of the other two, by
         which `mirrordp compare` finds them, and `test` with everything that a report shows.
     """
-    found = {name: measure(target, truth, values) for name, values in predicted.items()}
+    found = {name: measure_all(targets, truth, values) for name, values in predicted.items()}
     results: dict[str, Any] = {"test_rows": len(truth)}
     for name, prefix in ((MODEL, "test"), (PUBLIC, "public"), (GUESS, "baseline")):
         for quantity, measured in found.get(name, {}).items():
             results[f"{prefix}_{quantity}"] = measured.value
             if measured.standard_error is not None:
                 results[f"{prefix}_{quantity}_standard_error"] = measured.standard_error
-    curve = calibration_curve if isinstance(target, ClassTarget) else residual_curve
+    pairs = [(truth, predicted[MODEL])]
+    if len(targets) > 1:
+        pairs = list(zip(truth.T, predicted[MODEL].T, strict=True))
     results["test"] = {
         "rows": len(truth),
         "interval": INTERVAL,
@@ -237,13 +259,19 @@ def evaluate(
             name: {quantity: measured._asdict() for quantity, measured in values.items()}
             for name, values in found.items()
         },
-        "curve": {
-            "kind": "calibration" if isinstance(target, ClassTarget) else "residuals",
-            "event": _event(target),
-            "points": curve(truth, predicted[MODEL]),
-        },
+        "curves": [_curve(target, *pair) for target, pair in zip(targets, pairs, strict=True)],
     }
     return results
+
+
+def _curve(target: Target, truth: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
+    is_class = isinstance(target, ClassTarget)
+    curve = calibration_curve if is_class else residual_curve
+    return {
+        "kind": "calibration" if is_class else "residuals",
+        "event": _event(target),
+        "points": curve(truth, predicted),
+    }
 
 
 def _event(target: Target) -> str:
@@ -261,6 +289,9 @@ def largest_effects(
     classes_share_constant: bool = True,
 ) -> list[dict[str, Any]]:
     """Returns the coefficients of largest size, with the standard deviations by noise.
+
+    Several targets have units of their own, so that each has its own largest coefficients, which
+    name the target.
 
     A constant that is added to all categories of a column, or to all classes, changes no prediction
     (an intercept makes up for it), and noise makes it large. A coefficient of a category is
@@ -282,17 +313,21 @@ def largest_effects(
     stddev = None
     if noise_root is not None:
         stddev = np.linalg.norm(_centered(encoding, noise_root), axis=2)
-    order = np.argsort(-np.abs(values), axis=None, kind="stable")[:_LARGEST_FIGURE]
+    several = bool(encoding.further_targets)
     found = []
-    for output, feature in zip(*np.unravel_index(order, values.shape), strict=True):
-        found.append(
-            {
-                "feature": encoding.features[feature],
-                "output": outputs[output],
-                "value": float(values[output, feature]),
-                "noise_stddev": None if stddev is None else float(stddev[output, feature]),
-            }
-        )
+    for part in np.arange(len(outputs)).reshape(len(outputs) if several else 1, -1):
+        order = np.argsort(-np.abs(values[part]), axis=None, kind="stable")[:_LARGEST_FIGURE]
+        for k, feature in zip(*np.unravel_index(order, values[part].shape), strict=True):
+            output = part[k]
+            found.append(
+                {
+                    "feature": encoding.features[feature],
+                    "output": outputs[output],
+                    "value": float(values[output, feature]),
+                    "noise_stddev": None if stddev is None else float(stddev[output, feature]),
+                }
+                | ({"target": outputs[output]} if several else {})
+            )
     return found
 
 
@@ -340,3 +375,34 @@ def fit_without_protection(
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(x, y)
     return np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)
+
+
+def boost_without_protection(
+    targets: Sequence[Target], x: np.ndarray, y: np.ndarray, test_x: np.ndarray
+) -> np.ndarray:
+    """Predicts for test rows by scikit-learn's gradient boosting, without any protection.
+
+    What follows from its predictions must stay with the operator.
+
+    Args:
+        targets: the targets.
+        x: features to learn from.
+        y: their targets, which have every class.
+        test_x: features to predict for.
+
+    Returns:
+        Predictions as `measure_all` takes them.
+    """
+    from sklearn import ensemble
+
+    if isinstance(targets[0], ClassTarget):
+        classifier = ensemble.HistGradientBoostingClassifier(random_state=0)
+        return classifier.fit(x, y).predict_proba(test_x)
+    loss = "poisson" if targets[0].is_count else "squared_error"
+    found = [
+        ensemble.HistGradientBoostingRegressor(loss=loss, random_state=0)
+        .fit(x, one)
+        .predict(test_x)
+        for one in y.reshape(len(y), -1).T
+    ]
+    return found[0] if len(found) == 1 else np.column_stack(found)

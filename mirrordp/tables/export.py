@@ -6,6 +6,7 @@ function for ONNX, in `_COLUMNS` or `_SCORES`.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -21,21 +22,27 @@ from mirrordp.report import write_atomically
 from mirrordp.tables.cells import TreesScorer
 from mirrordp.tables.columns import (
     MISSING,
+    WEEKDAYS,
     CategoryColumn,
     ClassTarget,
+    DateColumn,
     NumberColumn,
     distinct_texts,
     label_of,
     labels_are_numbers,
+    moments,
     numbers,
 )
 from mirrordp.tables.encoding import require_columns
-from mirrordp.tables.files import TableError
+from mirrordp.tables.files import TableError, listed
 from mirrordp.tables.fitting import TableModel, as_table
 from mirrordp.tables.network import NetworkScorer
 from mirrordp.tables.scorers import LinearScorer
 
 FORMATS = ("numpy", "onnx")
+NO_DATE = int(np.iinfo(np.int64).min)
+"""The input of an ONNX graph for a missing date, which NumPy has for NaT."""
+_DAY = 86_400_000_000
 _STANDALONE = "mirrordp.tables._standalone"
 _REST = "mirrordp.tables.files"
 _HEADER = '''"""A model of table rows, exported by mirrordp. It needs Python 3.11 and NumPy.
@@ -66,7 +73,7 @@ _FOOTER = '''
 
 def predict(rows: Any) -> dict[str, np.ndarray]:
     """Returns the prediction for each row of a data frame or a dictionary of columns."""
-    return predicted(rows, COLUMNS, CLASSES, TASK, SCORER)
+    return predicted(rows, COLUMNS, TARGETS, CLASSES, TASK, SCORER)
 
 
 if __name__ == "__main__":
@@ -97,12 +104,14 @@ def numpy_source(model: TableModel) -> str:
     """Returns the source of a module with a function `predict`, which imports NumPy alone."""
     target = model.encoding.target
     classes = target.classes if isinstance(target, ClassTarget) else ()
+    names = tuple(one.name for one in model.encoding.targets)
     columns = "".join(f"    {column!r},\n" for column in model.encoding.columns)
     scorer = json.dumps(model.scorer.to_dict(), allow_nan=False)
     learned = [
-        f"# The model: {model.task} of {target.name!r}, from mirrordp {VERSION}.",
+        f"# The model: {model.task} of {listed(names)}, from mirrordp {VERSION}.",
         f"# {_promise(model)}",
         f"COLUMNS = (\n{columns})",
+        f"TARGETS = {names!r}",
         f"CLASSES = {classes!r}",
         f"TASK = {model.task!r}",
         f"SCORER = {type(model.scorer).__name__}.from_dict(json.loads({scorer!r}))",
@@ -166,8 +175,10 @@ def onnx_bytes(model: TableModel) -> bytes:
     """Returns the model as an ONNX graph in float64.
 
     It has one input per column, of shape (rows,): float64 for numbers, where NaN stands for
-    missing, and text for categories, where "" does; `onnx_inputs` makes them of rows. The outputs
-    are "prediction" of shape (rows,) and, for classes, "probabilities" of shape (rows, classes).
+    missing, text for categories, where "" does, and int64 for dates, in microseconds since
+    1970-01-01, where `NO_DATE` does; `onnx_inputs` makes them of rows. The outputs
+    are "prediction" of shape (rows,), or (rows, targets) of several targets, and, for classes,
+    "probabilities" of shape (rows, classes).
 
     Raises:
         TableError: if the package onnx is missing, or there is no rule for a part of the model.
@@ -178,9 +189,10 @@ def onnx_bytes(model: TableModel) -> bytes:
     helper, types = graph.onnx.helper, graph.onnx.TensorProto
     features, inputs = [], []
     for column in columns:
-        kind = types.DOUBLE if isinstance(column, NumberColumn) else types.STRING
+        rule = _rule(_COLUMNS, column)
+        kind = {NumberColumn: types.DOUBLE, DateColumn: types.INT64}.get(type(column), types.STRING)
         inputs.append(helper.make_tensor_value_info(column.name, kind, ["rows"]))
-        features += _rule(_COLUMNS, column)(graph, column)
+        features += rule(graph, column)
     scores = _SCORES[type(model.scorer)](
         graph, model.scorer, graph.add("Concat", *features, axis=1)
     )
@@ -201,6 +213,10 @@ def onnx_bytes(model: TableModel) -> bytes:
             helper.make_tensor_value_info(prediction, types.STRING, ["rows"]),
             helper.make_tensor_value_info(probabilities, types.DOUBLE, shape),
         ]
+    elif model.encoding.further_targets:
+        shape = ["rows", len(model.encoding.targets)]
+        outputs = [helper.make_tensor_value_info(prediction, types.DOUBLE, shape)]
+        graph.add("Identity", scores, output=prediction)
     else:
         if model.task == "count":
             scores = graph.add("Exp", graph.add("Min", scores, graph.constant(100.0)))
@@ -213,8 +229,10 @@ def onnx_bytes(model: TableModel) -> bytes:
         producer_version=VERSION,
     )
     classes = target.classes if isinstance(target, ClassTarget) else ()
-    stated = {"task": model.task, "target": target.name, "privacy": _promise(model)}
-    helper.set_model_props(made, stated | {"classes": json.dumps(classes)})
+    names = [one.name for one in model.encoding.targets]
+    stated = {"task": model.task, "privacy": _promise(model)}
+    lists = {"targets": json.dumps(names), "classes": json.dumps(classes)}
+    helper.set_model_props(made, stated | lists)
     graph.onnx.checker.check_model(made)
     return made.SerializeToString()
 
@@ -242,7 +260,8 @@ def onnx_inputs(model: TableModel, rows: Any) -> dict[str, np.ndarray]:
             labels = np.array([label_of(text, are_numbers) for text in texts], object)
             found[column.name] = labels[which]
         else:
-            _rule(_COLUMNS, column)
+            times, _ = moments(cells, column.date_format)
+            found[column.name] = times.astype("M8[us]").astype(np.int64)
     return found
 
 
@@ -290,6 +309,86 @@ def _category(graph: _Graph, column: CategoryColumn) -> list[str]:
     )
     table = np.vstack([np.eye(width), np.zeros((1, width))])
     return [graph.add("Gather", graph.constant(table), code)]
+
+
+def _date(graph: _Graph, column: DateColumn) -> list[str]:
+    """Expresses `DateColumn.encode`, in integers as far as the calendar goes."""
+    types = graph.onnx.TensorProto
+    integer = functools.partial(graph.constant, dtype=np.int64)
+    missing = graph.add("Equal", column.name, integer(NO_DATE))
+    time = graph.add("Where", missing, integer(0), column.name)
+    in_day = graph.add("Mod", time, integer(_DAY))
+    day = _floor_divided(graph, time, _DAY)
+
+    def divided(one: str, other: str) -> str:
+        return graph.add("Div", *(graph.add("Cast", x, to=types.DOUBLE) for x in (one, other)))
+
+    ends = (graph.constant(column.low), graph.constant(column.high))
+    clamped = graph.add("Clip", divided(time, integer(_DAY)), *ends)
+    shifted = graph.add("Sub", clamped, graph.constant(column.mean))
+    parts = [graph.add("Div", shifted, graph.constant(column.scale))]
+    if column.has_months:
+        begin, end = _year_around(graph, day)
+        since = graph.add("Mul", graph.add("Sub", day, begin), integer(_DAY))
+        length = graph.add("Mul", graph.add("Sub", end, begin), integer(_DAY))
+        parts += _around(graph, divided(graph.add("Add", since, in_day), length))
+    if column.has_hours:
+        parts += _around(graph, divided(in_day, integer(_DAY)))
+    axis = graph.constant([1], np.int64)
+    parts = [graph.add("Unsqueeze", part, axis) for part in parts]
+    if column.has_weekdays:
+        # 1970-01-01 was a Thursday.
+        weekday = graph.add("Mod", graph.add("Add", day, integer(3)), integer(7))
+        every = integer(np.arange(len(WEEKDAYS))[None])
+        same = graph.add("Equal", graph.add("Unsqueeze", weekday, axis), every)
+        parts.append(graph.add("Cast", same, to=types.DOUBLE))
+    is_missing = graph.add("Unsqueeze", missing, axis)
+    known = graph.add("Concat", *parts, axis=1)
+    found = [graph.add("Where", is_missing, graph.constant(0.0), known)]
+    if column.marks_missing:
+        found.append(graph.add("Cast", is_missing, to=types.DOUBLE))
+    return found
+
+
+def _floor_divided(graph: _Graph, number: str, divisor: int) -> str:
+    """Divides integers and rounds down, whatever a runtime does with negative ones."""
+    by = graph.constant(divisor, np.int64)
+    return graph.add("Div", graph.add("Sub", number, graph.add("Mod", number, by)), by)
+
+
+def _year_around(graph: _Graph, day: str) -> tuple[str, str]:
+    """Returns the first day of the year of a day, and that of the next; 1970-01-01 is day 0."""
+    types = graph.onnx.TensorProto
+    integer = functools.partial(graph.constant, dtype=np.int64)
+
+    def first(year: str) -> str:
+        before = graph.add("Sub", year, integer(1))
+        days = graph.add("Mul", before, integer(365))
+        days = graph.add("Add", days, _floor_divided(graph, before, 4))
+        days = graph.add("Sub", days, _floor_divided(graph, before, 100))
+        days = graph.add("Add", days, _floor_divided(graph, before, 400))
+        return graph.add("Sub", days, integer(719_162))
+
+    def as_integer(condition: str) -> str:
+        return graph.add("Cast", condition, to=types.INT64)
+
+    # 400 years have 146,097 days. By that rule a year is wrong by at most one, in either direction.
+    since_year_one = graph.add("Mul", graph.add("Add", day, integer(719_162)), integer(400))
+    guess = graph.add("Add", _floor_divided(graph, since_year_one, 146_097), integer(1))
+    next_guess = graph.add("Add", guess, integer(1))
+    too_late = as_integer(graph.add("Greater", first(guess), day))
+    too_early = as_integer(graph.add("LessOrEqual", first(next_guess), day))
+    year = graph.add("Add", graph.add("Sub", guess, too_late), too_early)
+    return first(year), first(graph.add("Add", year, integer(1)))
+
+
+def _around(graph: _Graph, share: str) -> list[str]:
+    """Returns sine and cosine; the latter as a sine, since runtimes lack it in float64."""
+    angle = graph.add("Mul", share, graph.constant(2 * np.pi))
+    return [
+        graph.add("Sin", angle),
+        graph.add("Sin", graph.add("Add", angle, graph.constant(np.pi / 2))),
+    ]
 
 
 def _ordered(graph: _Graph, scores: str, thresholds: int, output: str) -> str:
@@ -362,6 +461,7 @@ def _network(graph: _Graph, scorer: NetworkScorer, features: str) -> str:
 _COLUMNS: dict[type, Callable[[_Graph, Any], list[str]]] = {
     NumberColumn: _number,
     CategoryColumn: _category,
+    DateColumn: _date,
 }
 _SCORES: dict[type, Callable[[_Graph, Any, str], str]] = {
     LinearScorer: _linear,

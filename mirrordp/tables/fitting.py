@@ -47,6 +47,7 @@ from mirrordp.tables import (
 from mirrordp.tables.columns import Tally
 from mirrordp.tables.files import listed, mark
 from mirrordp.tables.frames import is_frame, table_of
+from mirrordp.tables.learning import target_names
 from mirrordp.tables.rows import columns_of
 from mirrordp.tables.scorers import SCORERS, LinearScorer, Scorer
 from mirrordp.training.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ class TableModel:
         encoding: the rules by which rows become features.
         scorer: the function from features to scores. Classification has one score per class, except
             that two classes share a single one. Ordinal regression has one per threshold between
-            two classes.
+            two classes, regression one per target.
         privacy: the statement of the run, as in report.json.
     """
 
@@ -90,16 +91,19 @@ class TableModel:
     privacy: Mapping[str, Any]
 
     def __post_init__(self):
-        target = self.encoding.target
+        target, targets = self.encoding.target, self.encoding.targets
         if self.task in ("classification", "ordinal"):
             classes = len(target.classes) if isinstance(target, ClassTarget) else 0
             outputs = classes - 1 if classes == 2 or self.task == "ordinal" else classes
         else:
-            is_count = isinstance(target, NumberTarget) and target.is_count
-            matches = isinstance(target, NumberTarget) and is_count == (self.task == "count")
-            outputs = 1 if matches and self.task in TASKS else 0
+            matches = self.task in TASKS and all(
+                isinstance(one, NumberTarget) and one.is_count == (self.task == "count")
+                for one in targets
+            )
+            outputs = len(targets) if matches else 0
         shape = (outputs, len(self.encoding.features))
-        if outputs < 1 or self.scorer.shape != shape:
+        too_many = len(targets) > 1 and self.task != "regression"
+        if outputs < 1 or too_many or self.scorer.shape != shape:
             raise ValueError(f"expected {shape} outputs and features of a {self.task} model")
 
     @property
@@ -128,7 +132,8 @@ class TableModel:
 
         Returns:
             A dictionary with the array "prediction" and, for classes, one array "probability of
-            ..." for each. `pandas.DataFrame(...)` makes a frame of it.
+            ..." for each; of several targets, one array "prediction of ..." for each.
+            `pandas.DataFrame(...)` makes a frame of it.
 
         Raises:
             TableError: if a column is missing or of another type.
@@ -138,26 +143,33 @@ class TableModel:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the scores: a class, or the target."""
+        """The names of the scores: a class, or a target."""
         target = self.encoding.target
         if not isinstance(target, ClassTarget):
-            return (target.name,)
+            return tuple(one.name for one in self.encoding.targets)
         if self.task == "ordinal":
             return tuple(f"above {name}" for name in target.classes[:-1])
         return target.classes[1:] if len(target.classes) == 2 else target.classes
 
     def expected(self, features: np.ndarray) -> np.ndarray:
-        """Returns the expected value of each encoded row, or the probability of each class."""
+        """Returns the expected value of each encoded row, or the probability of each class.
+
+        Several targets have the shape (rows, targets), classes (rows, classes), a number (rows,).
+        """
         scores, target = self.scorer(features), self.encoding.target
         if self.task == "ordinal":
             return families.ordered_probabilities(scores)
         if isinstance(target, ClassTarget):
             return families.class_probabilities(scores)
-        return (families.POISSON if target.is_count else families.SQUARED_ERROR).mean(scores)[:, 0]
+        means = (families.POISSON if target.is_count else families.SQUARED_ERROR).mean(scores)
+        return means if self.encoding.further_targets else means[:, 0]
 
     def predictions(self, features: np.ndarray) -> dict[str, np.ndarray]:
         """Returns what `predict` does, for rows that are already encoded."""
         shares, target = self.expected(features), self.encoding.target
+        if self.encoding.further_targets:
+            names = (f"prediction of {one.name}" for one in self.encoding.targets)
+            return dict(zip(names, shares.T, strict=True))
         if isinstance(target, NumberTarget):
             return {"prediction": shares}
         columns = {"prediction": np.array(target.classes)[shares.argmax(axis=1)]}
@@ -294,15 +306,15 @@ class FittedTable:
         left_out: the columns that were left out because of the public table, with the reason.
         unprotected_cells: by column, how many private cells the public table does not cover. Not
             covered by the guarantee, so for the operator only.
-        unprotected_ceiling: how well the same model does on test rows if it is fitted without
-            protection, if that was asked for. Not covered by the guarantee either.
+        unprotected_ceiling: how well models that are fitted without protection do on test rows, by
+            name of the model, if that was asked for. Not covered by the guarantee either.
     """
 
     model: TableModel
     report: RunReport
     left_out: Mapping[str, str]
     unprotected_cells: Mapping[str, str]
-    unprotected_ceiling: Mapping[str, evaluation.Measured] | None = None
+    unprotected_ceiling: Mapping[str, Mapping[str, evaluation.Measured]] | None = None
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Makes the folder with model.json, report.json and privacy_card.md in one step.
@@ -347,7 +359,7 @@ def fit_files(
     private: str | os.PathLike[str],
     public: str | os.PathLike[str],
     *,
-    target: str,
+    target: str | Sequence[str],
     task: str,
     epsilon: float,
     delta: float | None = None,
@@ -369,14 +381,14 @@ def fit_files(
     checkpoint: Checkpoint | None = None,
     stage: Stage = _silent,
 ) -> FittedTable:
-    """Fits a linear model to the private file under (ε, δ)-differential privacy.
+    """Fits a model to the private file under (ε, δ)-differential privacy.
 
     All checks come before the mechanism reads the private rows, so that an error spends nothing.
 
     Args:
         private: the CSV or Parquet file whose rows are protected; each row is one unit.
         public: a CSV or Parquet file with the same columns that anyone may know.
-        target: the column to predict.
+        target: the column to predict, or several for regression, which one guarantee covers.
         task: one of `mirrordp.tables.TASKS`.
         epsilon: ε.
         delta: δ. The default is that of the budget or, without a budget, one that follows from the
@@ -398,9 +410,10 @@ def fit_files(
         thousands: what stands between groups of three digits; nothing by default.
         test: a CSV or Parquet file of further rows that need no protection. The report states how
             well the model does on them, beside the model of the public rows alone and a guess.
-        ceiling: whether to fit the same model without protection too, to see on test rows what
-            protection costs. Its scores are for the operator only and are not in the report, which
-            says that they were shown.
+        ceiling: whether to fit without protection too, to see on test rows what protection costs:
+            a linear model and, if the model is not linear, scikit-learn's gradient boosting. Their
+            scores are for the operator only and are not in the report, which says that they were
+            shown.
         spend: the budget or ledger that the fit is charged to, under its adjacency. A budget that
             has no room for the run refuses it before any file is read.
         data_changed: acknowledges that the budget was made for another private file.
@@ -415,6 +428,7 @@ def fit_files(
     if ceiling and test is None:
         raise TableError("expected --test with --ceiling, got none; add test rows.")
     kind, settings = _kind(task, model, method, learning_rate, guard)
+    names = target_names(target, task)
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "
@@ -434,7 +448,7 @@ def fit_files(
         table = read_table(public)
         learned = learn_encoding(
             table,
-            target=target,
+            target=names,
             task=task,
             categorical=categorical,
             ignore=ignore,
@@ -488,7 +502,12 @@ def fit_files(
         )
     scorer, public_scorer = _scorers(estimator)
     fitted = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
-    results = {**estimator.privacy_.results, "task": task, "target": target, "model": scorer.kind}
+    results = {
+        **estimator.privacy_.results,
+        "task": task,
+        "target": ", ".join(names),
+        "model": scorer.kind,
+    }
     if (rehearsal := getattr(estimator, "rehearsal_", None)) is not None:
         results["rehearsal"] = dict(rehearsal.losses)
     if isinstance(scorer, LinearScorer):
@@ -503,15 +522,14 @@ def fit_files(
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
         public_model = dataclasses.replace(fitted, scorer=public_scorer)
+        guess = evaluation.guess(encoding.target, known.target[usable], len(test_y))
         results |= evaluation.evaluate(
-            encoding.target,
+            encoding.targets,
             test_y,
             {
                 evaluation.MODEL: fitted.expected(test_x),
                 evaluation.PUBLIC: public_model.expected(test_x),
-                evaluation.GUESS: evaluation.guess(
-                    encoding.target, known.target[usable], len(test_y)
-                ),
+                evaluation.GUESS: guess,
             },
         )
         if ceiling:
@@ -520,7 +538,7 @@ def fit_files(
             shown = (*shown, CEILING_SHOWN)
     report = dataclasses.replace(
         estimator.privacy_,
-        title=f"{task} of {target!r} from {len(encoding.columns)} columns of a table",
+        title=f"{task} of {listed(names)} from {len(encoding.columns)} columns of a table",
         results=results,
         shown_without_protection=shown,
     )
@@ -568,15 +586,22 @@ def _ceiling(
     known: EncodedTable,
     test_x: np.ndarray,
     test_y: np.ndarray,
-) -> dict[str, evaluation.Measured]:
-    """Returns how well the model would do without protection. Not covered by any guarantee."""
+) -> dict[str, dict[str, evaluation.Measured]]:
+    """Returns how well models would do without protection. Not covered by any guarantee."""
     parts = [
         (rows.features[~rows.unusable], rows.target[~rows.unusable]) for rows in (secret, known)
     ]
     x, y = (np.concatenate(part) for part in zip(*parts, strict=True))
-    scorer = _linear(*evaluation.fit_without_protection(model.task, model.encoding.target, x, y))
-    unprotected = dataclasses.replace(model, scorer=scorer)
-    return evaluation.measure(model.encoding.target, test_y, unprotected.expected(test_x))
+    targets = model.encoding.targets
+    scorer = _linear(*evaluation.fit_without_protection(model.task, targets[0], x, y))
+    found = {"a linear model": dataclasses.replace(model, scorer=scorer).expected(test_x)}
+    if not isinstance(model.scorer, LinearScorer):
+        boosted = evaluation.boost_without_protection(targets, x, y, test_x)
+        found["gradient boosting"] = boosted
+    return {
+        name: evaluation.measure_all(targets, test_y, predicted)
+        for name, predicted in found.items()
+    }
 
 
 def _mention_unused(
@@ -720,7 +745,8 @@ def predict_file(
         model.encoding.judge(tallies, str(source), private=False)
     with stage(f"writing {output}"):
         _write_whole(output, columns)
-    return Predicted(len(columns["prediction"]), model.encoding.unfamiliar(tallies))
+    num_rows = max(map(len, columns.values()))
+    return Predicted(num_rows, model.encoding.unfamiliar(tallies))
 
 
 def _write_whole(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.special
@@ -94,7 +95,7 @@ class Separators:
 def learn_encoding(
     public: Table,
     *,
-    target: str,
+    target: str | Sequence[str],
     task: str,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -110,7 +111,7 @@ def learn_encoding(
 
     Args:
         public: the public rows.
-        target: the column to predict; rows without it are ignored.
+        target: the column to predict, or several for regression; rows that lack one are ignored.
         task: one of `TASKS`.
         categorical: columns whose numbers are codes of categories.
         ignore: columns to leave out, such as identifiers. They need not be in the public table.
@@ -120,31 +121,51 @@ def learn_encoding(
     separators = Separators(decimal, thousands)
     if task not in TASKS:
         raise TableError(f"expected a task among {listed(TASKS)}, got {task!r}; choose one.")
-    _require(public, (target, *categorical))
-    if target in ignore or target in categorical:
-        raise TableError(
-            f"expected the target {target!r} to be neither ignored nor declared categorical, got "
-            "both; leave one out."
-        )
-    present = np.array([text != "" for text in _texts(public.columns[target])])
+    names = target_names(target, task)
+    _require(public, (*names, *categorical))
+    for name in names:
+        if name in ignore or name in categorical:
+            raise TableError(
+                f"expected the target {name!r} to be neither ignored nor declared categorical, got "
+                "both; leave one out."
+            )
+    texts = zip(*(_texts(public.columns[name]) for name in names), strict=True)
+    present = np.array([all(cells) for cells in texts])
     if not present.any():
         raise TableError(
-            f"expected a filled target {target!r} in {public.source!r}, got none in any row; "
+            f"expected a filled target {listed(names)} in {public.source!r}, got none in any row; "
             "check the column."
         )
     public = public.rows(present)
-    learned_target = _learn_target(public, target, task, separators)
+    learned: list[Any] = [_learn_target(public, name, task, separators) for name in names]
     columns, left_out = _learn_columns(
-        public, categorical=categorical, ignore=ignore, separators=separators, target=target
+        public, categorical=categorical, ignore=ignore, separators=separators, targets=names
     )
     if not columns:
         raise TableError(
             f"expected a column besides the target in {public.source!r} that varies, got none; "
             "check the file."
         )
-    encoding = TableEncoding(tuple(columns), learned_target)
+    encoding = TableEncoding(tuple(columns), learned[0], tuple(learned[1:]))
     _offer_categories(public, encoding)
     return LearnedEncoding(encoding, left_out)
+
+
+def target_names(target: str | Sequence[str], task: str) -> tuple[str, ...]:
+    """Returns the names of the targets.
+
+    Raises:
+        TableError: if there is none, one is named twice, or the task takes a single one.
+    """
+    names = (target,) if isinstance(target, str) else tuple(target)
+    if not names or len(set(names)) < len(names):
+        raise TableError(f"expected different targets, got {listed(names)}; name each one once.")
+    if len(names) > 1 and task != "regression":
+        raise TableError(
+            f"expected one target for --task {task}, got {listed(names)}; fit a model for each. "
+            "Only --task regression takes several."
+        )
+    return names
 
 
 def learn_features(
@@ -189,7 +210,7 @@ def _learn_columns(
     categorical: Sequence[str],
     ignore: Sequence[str],
     separators: Separators,
-    target: str | None = None,
+    targets: Sequence[str] = (),
 ) -> tuple[list[Column], dict[str, str]]:
     """Returns the columns to use, and the others with the reasons."""
     columns: list[Column] = []
@@ -200,7 +221,7 @@ def _learn_columns(
     for name, kind in public.unreadable.items():
         left_out.setdefault(name, f"it holds {kind}, which no feature can be made of")
     for name, cells in public.columns.items():
-        if name == target or name in left_out:
+        if name in targets or name in left_out:
             continue
         found = _learn_column(
             public, name, cells, force_categories=name in categorical, separators=separators
@@ -214,10 +235,14 @@ def _learn_columns(
 
 def _offer_categories(public: Table, encoding: TableEncoding) -> None:
     """Tells the operator of numbers that public rows suggest to be codes."""
-    outcomes, _ = encoding.target.encode(public.columns[encoding.target.name], Tally())
-    if isinstance(encoding.target, ClassTarget):
-        outcomes = np.eye(len(encoding.target.classes))[outcomes]
-    for name in likely_codes(public, encoding, outcomes.reshape(len(public), -1)):
+    parts = []
+    for target in encoding.targets:
+        outcomes, _ = target.encode(public.columns[target.name], Tally())
+        if isinstance(target, ClassTarget):
+            outcomes = np.eye(len(target.classes))[outcomes]
+        # Several targets count alike, whatever their units.
+        parts.append(outcomes.reshape(len(public), -1) / (outcomes.std() or 1.0))
+    for name in likely_codes(public, encoding, np.concatenate(parts, axis=1)):
         warn(f"{maybe_codes(name, public.source)}, add --categorical {name}.")
 
 

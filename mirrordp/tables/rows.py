@@ -68,10 +68,24 @@ def _column_cells(name: str, values: Any) -> Sequence[str] | np.ndarray:
         return array.astype(np.float64)
     if array.dtype.kind == "M":
         return array.astype("M8[us]")
-    cells = array.tolist()
+    if array.dtype.kind == "m":
+        return array / np.timedelta64(1, "s")
+    cells = [_seconds(cell) for cell in array.tolist()]
     if all(_is_number(cell) or _is_missing(cell) for cell in cells):
         return np.array([_as_float(cell) for cell in cells], np.float64)
     return tuple(_cell_text(name, cell) for cell in cells)
+
+
+def _seconds(cell: Any) -> Any:
+    """Returns a duration or a time of day in seconds, as files and frames have it."""
+    if isinstance(cell, datetime.time):
+        cell = datetime.timedelta(
+            hours=cell.hour,
+            minutes=cell.minute,
+            seconds=cell.second,
+            microseconds=cell.microsecond,
+        )
+    return cell.total_seconds() if isinstance(cell, datetime.timedelta) else cell
 
 
 def _is_missing(cell: Any) -> bool:
@@ -105,7 +119,7 @@ def _cell_text(name: str, cell: Any) -> str:
         value = _as_float(cell)
         short = format(value, ".15g")
         return NumberText(short if float(short) == value else repr(value))
-    if isinstance(cell, datetime.date | datetime.time):
+    if isinstance(cell, datetime.date):
         return NumberText(cell.isoformat())
     raise ValueError(
         f"expected numbers, text, true or false, dates or missing cells in column {name!r}, got "

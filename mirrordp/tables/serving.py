@@ -270,9 +270,12 @@ def _kind(value: Any) -> str:
 def _listed(model: TableModel, found: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Returns one object per row; null stands for a number that is not finite."""
     target = model.encoding.target
+    if model.encoding.further_targets:
+        names = [one.name for one in model.encoding.targets]
+        rows = zip(*(map(_finite, values.tolist()) for values in found.values()), strict=True)
+        return [{"prediction": dict(zip(names, row, strict=True))} for row in rows]
     if not isinstance(target, ClassTarget):
-        values = found["prediction"].tolist()
-        return [{"prediction": x if math.isfinite(x) else None} for x in values]
+        return [{"prediction": _finite(x)} for x in found["prediction"].tolist()]
     shares = np.column_stack([found[f"probability of {name}"] for name in target.classes])
     return [
         {"prediction": label, "probabilities": dict(zip(target.classes, row, strict=True))}
@@ -280,14 +283,12 @@ def _listed(model: TableModel, found: dict[str, np.ndarray]) -> list[dict[str, A
     ]
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _about(model: TableModel) -> dict[str, Any]:
-    encoding = model.encoding.to_dict()
-    return {
-        "task": model.task,
-        "target": encoding["target"],
-        "columns": encoding["columns"],
-        "privacy": dict(model.privacy),
-    }
+    return {"task": model.task, **model.encoding.to_dict(), "privacy": dict(model.privacy)}
 
 
 def _place(error: Exception) -> str:
