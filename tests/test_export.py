@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import dataclasses
 import datetime
 import importlib.util
 import itertools
@@ -145,6 +146,28 @@ def test_the_numpy_file_computes_the_same(task, kind, tmp_path):
     assert len(predictor.predict({name: [] for name in table.columns})["prediction"]) == 0
     with pytest.raises(ValueError, match="expected columns"):
         predictor.predict({"x": [1.0]})
+
+
+def with_clock():
+    """The first column holds hours and minutes."""
+    model = make_model("regression")
+    clock, *others = model.encoding.columns
+    clock = dataclasses.replace(clock, mean=700.0, scale=300.0, low=0.0, high=2359.0, is_clock=True)
+    encoding = dataclasses.replace(model.encoding, columns=(clock, *others))
+    return dataclasses.replace(model, encoding=encoding)
+
+
+def test_hours_and_minutes_in_both_files(tmp_path):
+    model = with_clock()
+    table = random_table(model, 0)
+    expected = expected_of(model, table)
+    module = load(export.numpy_source(model), tmp_path)
+    agrees(model, module.predict(table.columns), expected, 1e-12)
+    agrees(model, run_onnx(model, table), expected, 1e-9)
+    as_numbers = dataclasses.replace(model.encoding.columns[0], is_clock=False)
+    other = dataclasses.replace(model.encoding, columns=(as_numbers, *model.encoding.columns[1:]))
+    without = expected_of(dataclasses.replace(model, encoding=other), table)
+    assert not np.allclose(without["prediction"], expected["prediction"])
 
 
 def with_dates(task="regression", has=(True, True, True)):

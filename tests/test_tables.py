@@ -215,6 +215,36 @@ def test_columns_that_say_nothing_are_left_out(tmp_path):
     assert "common enough" in found.left_out["name"]
 
 
+def clock_table(values):
+    cells = tuple(map(str, values))
+    return Table("t", {"departs": cells, "y": tuple(str(i % 7) for i in range(len(cells)))})
+
+
+def test_hours_and_minutes_are_minutes():
+    times = [100 * hour + minute for hour in range(5, 24) for minute in range(0, 60, 5)]
+    encoding = learn_encoding(clock_table(times), target="y", task="regression").encoding
+    assert encoding.features == ("departs (minutes)",)
+    rows = encoding.encode([clock_table([759, 800, 801, 2355, 2400])], private=False).features[:, 0]
+    steps = np.diff(rows) * encoding.columns[0].scale
+    # Later than any public time counts as the last one.
+    np.testing.assert_allclose(steps, [1, 1, 15 * 60 + 54, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        range(200, 1400),
+        range(60),
+        [100 * k for k in range(1, 25)],
+        [1000 + k / 2 for k in range(100)],
+        [100 * k + j for k in range(40) for j in range(60)],
+    ],
+)
+def test_other_numbers_stay_as_they_are(values):
+    encoding = learn_encoding(clock_table(values), target="y", task="regression").encoding
+    assert encoding.features == ("departs",)
+
+
 def test_codes_can_be_declared_categories(tmp_path):
     text = "code,y\n" + "1,1\n2,2\n10,3\n" * 4
     (column,) = learn(tmp_path, text, categorical=["code"]).encoding.columns

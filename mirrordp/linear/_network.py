@@ -2,8 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ _SEED = 0
 _HELD_OUT = 5
 _BATCH, _STEPS_PER_LOOK, _LOOKS = 256, 25, 24
 _RATE, _WEIGHT_DECAY = 1e-3, 1e-2
-_PRIVATE_LOOKS = 20
+_PRIVATE_BLOCKS = 20
 _CLIP_QUANTILE = 0.5
 
 
@@ -181,8 +180,10 @@ def train_privately(
 ) -> NetworkScorer:
     """Goes on from a public start by PDA-DPMD.
 
-    The public gradient has the weight that public rows have among all rows. The iterate that is
-    best on held-out public rows is returned, which is post-processing.
+    The public gradient has the weight that public rows have among all rows. Adam takes steps of
+    one size however much of a gradient is noise. Where the noise of a mean gradient, whose norm is
+    about σC√p/B for p parameters and batches of B, is longer than C, steps are therefore shorter by
+    that factor; with next to no budget, the network stays at its start.
     """
     network = start.network
     loss = Loss(start.family, network.cut, network.edges)
@@ -197,16 +198,13 @@ def train_privately(
     for array in arrays:
         array[~finite] = 0.0
     num_public = len(start.public[0])
-    every = max(1, mechanism.num_steps // _PRIVATE_LOOKS)
-    adam = optax.adam(optax.linear_schedule(learning_rate, 0.0, mechanism.num_steps), b2=0.99)
-
-    def judge(params: Params) -> jax.Array:
-        return jax.vmap(loss, in_axes=(None, 0))(params, start.held_out).mean()
-
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(start.params))
+    signal = mechanism.sampling.expected_batch_size / np.sqrt(num_parameters)
+    rate = learning_rate * min(1.0, signal / mechanism.noise_multiplier)
     step = TrainStep(
         loss,
         mechanism,
-        _keeping_best(adam, judge, every=every, last=mechanism.num_steps),
+        optax.adam(optax.linear_schedule(rate, 0.0, mechanism.num_steps), b2=0.99),
         public_loss_fn=loss,
         public_batch_size=min(num_public, _BATCH),
     )
@@ -219,55 +217,7 @@ def train_privately(
         seed=seed,
         spend=spend,
         checkpoint=checkpoint,
-        options=TrainOptions(steps_per_call=every),
+        options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_BLOCKS)),
     )
     *_, (state, _) = states
-    return _with(network, state.opt_state.best)
-
-
-class _KeepingBest(NamedTuple):
-    inner: Any
-    best: Params
-    lowest: jax.Array
-    num_steps: jax.Array
-
-
-def _keeping_best(
-    inner: optax.GradientTransformation,
-    judge: Callable[[Params], jax.Array],
-    *,
-    every: int,
-    last: int,
-) -> optax.GradientTransformation:
-    """Keeps the iterate that is judged best, the start among them.
-
-    It is kept in the state of the optimiser, which checkpoints hold, so that a run that is resumed
-    ends with the iterate of the run that was never interrupted.
-
-    Args:
-        inner: the optimiser.
-        judge: returns the loss to judge parameters by, which must not read private rows.
-        every: how many steps lie between two looks.
-        last: the number of the last step, which is looked at too.
-    """
-
-    def init(params: Params) -> _KeepingBest:
-        return _KeepingBest(inner.init(params), params, judge(params), jnp.zeros((), jnp.int32))
-
-    def update(grads: Params, state: _KeepingBest, params: Params | None = None) -> Any:
-        assert params is not None
-        updates, inner_state = inner.update(grads, state.inner, params)
-        num_steps = state.num_steps + 1
-
-        def look() -> tuple[Params, jax.Array]:
-            found: Params = optax.apply_updates(params, updates)
-            judged = judge(found)
-            is_better = judged < state.lowest
-            best = jax.tree.map(lambda a, b: jnp.where(is_better, a, b), found, state.best)
-            return best, jnp.where(is_better, judged, state.lowest)
-
-        is_due = (num_steps % every == 0) | (num_steps == last)
-        best, lowest = jax.lax.cond(is_due, look, lambda: (state.best, state.lowest))
-        return updates, _KeepingBest(inner_state, best, lowest, num_steps)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    return _with(network, state.params)

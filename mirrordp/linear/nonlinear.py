@@ -204,9 +204,11 @@ class _Trees(_Nonlinear):
     def _method(self, width: int, sparse: bool) -> str:
         return "private boosting of cells chosen by public rows"
 
-    def _from_public_rows(self, plan: Any) -> np.ndarray:
-        text = json.dumps([plan.model.to_dict(), *plan.release])
-        return np.frombuffer(text.encode(), np.uint8)
+    def _from_public_rows(self, plan: Any) -> tuple[np.ndarray, ...]:
+        text = json.dumps([plan.model.to_dict(), *plan.release, plan.linear.learning_rate])
+        scaling = plan.linear.scaling
+        arrays = (scaling.shift, scaling.factor, scaling.basis, plan.linear.theta)
+        return (np.frombuffer(text.encode(), np.uint8), *arrays)
 
     def _learn(
         self, plan: Any, family: Family, rows: Any, mechanism: Mechanism, key: Any

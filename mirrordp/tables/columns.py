@@ -199,9 +199,18 @@ class Tally:
     unfamiliar: int = 0
 
 
+def clock_minutes(values: np.ndarray) -> np.ndarray:
+    """Returns the minutes since midnight of times such as 1745 for 17:45."""
+    return values - 40 * np.floor(values / 100)
+
+
 @dataclasses.dataclass(frozen=True)
 class NumberColumn:
-    """A column that becomes the feature (x − mean) / scale, with x clamped to [low, high]."""
+    """A column that becomes the feature (x − mean) / scale, with x clamped to [low, high].
+
+    If it is a clock, whose numbers are hours and minutes such as 1745, x is in minutes after it was
+    clamped. A line through the numbers as they are would have a jump at every full hour.
+    """
 
     name: str
     mean: float
@@ -211,11 +220,13 @@ class NumberColumn:
     marks_missing: bool
     decimal: str = "."
     thousands: str = ""
+    is_clock: bool = False
 
     @property
     def features(self) -> tuple[str, ...]:
         """The names of the encoded features."""
-        return (self.name, f"{self.name} is missing") if self.marks_missing else (self.name,)
+        own = f"{self.name} (minutes)" if self.is_clock else self.name
+        return (own, f"{self.name} is missing") if self.marks_missing else (own,)
 
     def encode(self, cells: Cells, out: np.ndarray, tally: Tally) -> None:
         """Fills the columns of `out` that belong to `features`."""
@@ -224,7 +235,8 @@ class NumberColumn:
         tally.filled += int(np.count_nonzero(~missing | wrong))
         tally.wrong += int(np.count_nonzero(wrong))
         tally.unfamiliar += int(np.count_nonzero((values < self.low) | (values > self.high)))
-        scaled = (np.clip(values, self.low, self.high) - self.mean) / self.scale
+        clamped = np.clip(values, self.low, self.high)
+        scaled = ((clock_minutes(clamped) if self.is_clock else clamped) - self.mean) / self.scale
         out[:, 0] = np.where(missing, 0.0, scaled)
         if self.marks_missing:
             out[:, 1] = missing

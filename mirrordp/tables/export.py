@@ -278,7 +278,11 @@ _OUTPUTS = ("prediction", "probabilities")
 def _number(graph: _Graph, column: NumberColumn) -> list[str]:
     missing = graph.add("Or", graph.add("IsNaN", column.name), graph.add("IsInf", column.name))
     ends = (graph.constant(column.low), graph.constant(column.high))
-    shifted = graph.add("Sub", graph.add("Clip", column.name, *ends), graph.constant(column.mean))
+    units = graph.add("Clip", column.name, *ends)
+    if column.is_clock:
+        hours = graph.add("Floor", graph.add("Div", units, graph.constant(100.0)))
+        units = graph.add("Sub", units, graph.add("Mul", hours, graph.constant(40.0)))
+    shifted = graph.add("Sub", units, graph.constant(column.mean))
     scaled = graph.add("Div", shifted, graph.constant(column.scale))
     axis = graph.constant([1], np.int64)
     found = [graph.add("Unsqueeze", graph.add("Where", missing, graph.constant(0.0), scaled), axis)]

@@ -20,6 +20,7 @@ from mirrordp.tables.columns import (
     NumberTarget,
     Tally,
     Target,
+    clock_minutes,
     count_texts,
     days_of,
     distinct_texts,
@@ -47,6 +48,7 @@ LEAST_GAIN = 0.01
 """The least share of the target's variance that groups explain beyond a line, to be offered."""
 THOUSANDS = (".", ",", " ", "'", "_", "\u00a0", "\u202f", "\u2019")
 """Separators of thousands that can be asked for: also narrow and unbreakable spaces."""
+_CLOCK_HOURS, _CLOCK_MINUTES = 8, 10
 LEAST_MONTHS = 9
 """A public table with fewer months tells nothing about the time of the year."""
 
@@ -386,13 +388,16 @@ def _learn_column(
         if not wrong.any():
             if len(present) == 0:
                 return "empty in the public table"
-            low, high, scale = (float(v) for v in (present.min(), present.max(), present.std()))
+            low, high = float(present.min()), float(present.max())
+            is_clock = _is_clock(present)
+            units = clock_minutes(present) if is_clock else present
+            scale = float(units.std())
             if not (scale > 0 and math.isfinite(scale)):
                 return "constant in the public table"
             marks = len(present) < len(values)
             return NumberColumn(
-                name, float(present.mean()), scale, low, high, marks,
-                separators.decimal, separators.thousands,
+                name, float(units.mean()), scale, low, high, marks,
+                separators.decimal, separators.thousands, is_clock,
             )  # fmt: skip
         date_format = None if len(present) else find_date_format(cells)
         if date_format is not None:
@@ -420,6 +425,19 @@ def _learn_column(
     if not kept:
         return "no category is common enough in the public table"
     return CategoryColumn(name, tuple(sorted(kept)), ranked[0], missing > 0)
+
+
+def _is_clock(values: np.ndarray) -> bool:
+    """Returns whether numbers are hours and minutes, such as 1745, by how many there are of each.
+
+    All of them must be whole, from 0 to 2400, with last digits below 60. Other numbers of this
+    range would have to miss 60 to 99 every time.
+    """
+    if (values != np.floor(values)).any() or values.min() < 0 or values.max() > 2400:
+        return False
+    hours, minutes = np.divmod(np.unique(values), 100)
+    several = len(np.unique(hours)) >= _CLOCK_HOURS and len(np.unique(minutes)) >= _CLOCK_MINUTES
+    return several and minutes.max() < 60 and minutes.max() >= 45
 
 
 def _learn_dates(name: str, cells: Cells, date_format: str) -> DateColumn | str:

@@ -9,8 +9,7 @@ of the same inputs add up to the scores:
 
 Training is warm: the network first learns from public rows, with early stopping on some of them
 that are held out, and then goes on from there under differential privacy (PDA-DPMD by Adam, with
-the public gradient weighted as the public rows are among all rows). The result is the iterate that
-is best on the held-out public rows, a choice that costs nothing.
+the public gradient weighted as the public rows are among all rows).
 """
 
 import dataclasses
