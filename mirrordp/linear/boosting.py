@@ -136,7 +136,9 @@ def learn_values(
         noise_stddev: the standard deviation of the noise in each coordinate of a release.
         add_noise: adds it to one release after the other.
     """
-    scores, bins, values = model.start(features), model.bins(features), []
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = model.start(features)
+    bins, values = model.bins(features), []
     for term in model.terms:
         where = model.cells(bins, term)
         size = model.num_cells(term)
