@@ -197,9 +197,9 @@ def _in_utc(moment: datetime.datetime) -> datetime.datetime:
 
 
 def _number_text(cell: Any) -> str:
-    if isinstance(cell, complex | np.complexfloating) and cell.imag == 0:
+    if isinstance(cell, complex | np.complexfloating):
         # One complex number makes complex numbers of the whole column.
-        cell = cell.real
+        return _number_text(float(cell.real)) if cell.imag == 0 else "<complex>"
     try:
         value = float(cell)
     except OverflowError:
