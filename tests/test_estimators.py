@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas
 import pytest
 from joblib import _parallel_backends
 from sklearn.model_selection import GridSearchCV, cross_validate
@@ -1094,6 +1095,41 @@ class TestMistakes:
             PrivateLogisticRegression().fit(x, odd)
         with pytest.raises(ValueError, match="Unknown label type"):
             PrivateLogisticRegression().fit(x, y, x, odd)
+
+    @pytest.mark.parametrize("kind", [int, str, lambda label: "TRUE" if label else "FALSE"])
+    @pytest.mark.parametrize("odd", [[1], {}, Decimal("sNaN"), pandas.NA], ids=repr)
+    def test_a_private_label_that_cannot_be_compared_is_unknown(self, kind, odd):
+        x, y = draw("binary", 50)
+        public = draw("binary", 40, seed=1)
+        labels = np.array([*map(kind, y), None], object)[:-1]
+        labels[3] = odd
+        with pytest.warns(UnprotectedWarning, match="not covered.* 1 private rows"):
+            model = PrivateLogisticRegression(random_state=0).fit(x, labels, *public)
+        expected = PrivateLogisticRegression(random_state=0).fit(
+            x, y, *public, counts=np.arange(50) != 3
+        )
+        np.testing.assert_array_equal(model.coef_, expected.coef_)
+
+    @pytest.mark.parametrize("odd", [10**400, pandas.NA, {}, [1.0], Decimal("sNaN"), 1j], ids=repr)
+    def test_messages_about_private_values_that_are_no_numbers_are_marked(self, odd):
+        x, y = draw("regression", 50)
+        for part in ("X", "y", "sample_weight"):
+            given = {"X": x.astype(object), "y": y.astype(object), "sample_weight": np.ones(50)}
+            given[part] = given[part].astype(object)
+            given[part][(3, 0) if part == "X" else 3] = odd
+            with pytest.raises((ValueError, TypeError, OverflowError)) as error:
+                PrivateLinearRegression(row_norm_bound=1.0).fit(**given)
+            assert str(error.value).endswith(UNPROTECTED)
+        with pytest.raises(ValueError, match="counts must be 50 booleans") as error:
+            PrivateLinearRegression().fit(x, y, counts=np.array([odd, *[True] * 49], object))
+        assert str(error.value).endswith(UNPROTECTED)
+
+    def test_complex_labels_are_not_shown(self):
+        x, _ = draw("binary", 50)
+        with pytest.raises(ValueError, match="Complex data not supported") as error:
+            PrivateLogisticRegression().fit(x, np.full(50, 98765j), *draw("binary", 40, seed=1))
+        assert str(error.value).endswith(UNPROTECTED)
+        assert "98765" not in str(error.value)
 
     @pytest.mark.parametrize("kind", [int, float, bool, str])
     @pytest.mark.parametrize("odd", ["secret", 17, None])

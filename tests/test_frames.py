@@ -1,6 +1,7 @@
 """Data frames: what the estimators and `PublicEncoder` make of them, and what they refuse."""
 
 import datetime
+import io
 import pickle
 import warnings
 
@@ -227,6 +228,77 @@ def test_one_odd_cell_changes_no_other_row(column, odd):
     np.testing.assert_array_equal(inferred, found)
 
 
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        (("True", "False"), "maybe"),
+        (("TRUE", "FALSE"), "maybe"),
+        (("1.0", "2.0"), "A"),
+        (("007", "08"), "A"),
+        (("1e3", "2e3"), "A"),
+        (("1234567890123456789", "17"), "A"),
+        (("inf", "2.5", "3.5"), "A"),
+    ],
+)
+@pytest.mark.parametrize("public_has_odd", [False, True])
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_one_odd_cell_of_a_file_that_pandas_read_changes_no_other_row(usual, odd, public_has_odd):
+    """pandas makes numbers, or true and false, of texts unless one cell is something else."""
+
+    def read(*cells):
+        frame = pandas.read_csv(io.StringIO("\n".join(["code", *cells])))
+        return frame.assign(code=frame["code"].astype("category"))
+
+    encoder = PublicEncoder().fit(read(*usual * 20, *[odd] * 20 * public_has_odd))
+    expected, found = (encoder.transform(read(*usual * 5, cell)) for cell in (usual[0], odd))
+    np.testing.assert_array_equal(found[:-1], expected[:-1])
+    assert len(np.unique(expected, axis=0)) == len(usual)
+
+
+def test_numbers_cannot_stand_for_names_that_are_the_same_number():
+    encoder = PublicEncoder().fit(pandas.DataFrame({"code": ["007", "7", "A"] * 20}))
+    with pytest.raises(TableError, match=r"expected categories .*, got numbers in 5 of 5"):
+        encoder.transform(pandas.DataFrame({"code": [7] * 5}))
+
+
+EAST, WEST = (datetime.timezone(datetime.timedelta(hours=hours)) for hours in (5, -5))
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        ([1.5, 2.5, -7.0], 1j),
+        ([1.5, 2.5, -7.0], np.complex128(1j)),
+        (list(np.array(["2023-05-01T07", "2024-02-03T11"], "M8[h]")), "text"),
+        (list(np.array(["9999-12-31T23:59:59", "2023-05-01T07:00:00"], "M8[s]")), "text"),
+        (list(np.array(["20000-01-01", "2023-05-01"], "M8[s]")), "text"),
+        (pandas.Series(np.array(["20000-01-01", "2023-05-01"], "M8[s]")).tolist(), "text"),
+        ([datetime.datetime(2023, 5, 1, 7)] * 3, datetime.datetime(1, 1, 1, tzinfo=EAST)),
+        ([datetime.datetime(2023, 5, 1, 7)] * 3, datetime.datetime(9999, 12, 31, 23, tzinfo=WEST)),
+        (list(np.array([1234567, 7654321], "m8[us]")), "text"),
+        (list(np.array([1234567, 7654321], "m8[us]")), np.timedelta64(1, "Y")),
+        (list(np.array([1234567, 7654321], "m8[us]")), np.timedelta64("NaT")),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_numbers_and_times_of_numpy_mean_the_same_among_objects(usual, odd):
+    public = {
+        "c": [1.0, 2.0, 5.0] * 20,
+        "f": [1.0, 2.0, 5.0] * 20,
+        "M": pandas.date_range("2023-01-01T05", "2024-12-01", 60),
+        "m": pandas.to_timedelta(np.arange(60), "s"),
+    }
+    kind = pandas.Series(usual).dtype.kind
+    encoder = PublicEncoder().fit(pandas.DataFrame({"a": public[kind], "b": ["u", "v"] * 30}))
+    column = pandas.Series([*usual, odd], dtype=complex if isinstance(odd, complex) else object)
+    expected, found = (
+        encoder.transform(pandas.DataFrame({"a": cells, "b": "u"}))
+        for cells in (pandas.Series(usual), column)
+    )
+    np.testing.assert_array_equal(found[:-1], expected)
+
+
 @pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
 def test_numbers_among_texts_with_commas_are_numbers():
     public = pandas.DataFrame({"price": ["1,5", "2,5", "1.000", "7"]})
@@ -309,6 +381,26 @@ class TestPublicEncoder:
             with pytest.raises(ValueError, match="Pass a data frame"):
                 PublicEncoder().fit(np.zeros((3, 1)).astype(int).astype(kind))
 
+    @pytest.mark.parametrize("odd", ["secret", b"secret", 1j, [1, 2], None], ids=repr)
+    @pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+    def test_lists_are_read_cell_by_cell(self, odd):
+        public, rows = ([[float(k), 0.1 * k] for k in range(n)] for n in (20, 6))
+        encoder = PublicEncoder().fit(public)
+        expected = encoder.transform(np.array(rows))
+        np.testing.assert_array_equal(encoder.transform(rows), expected)
+        rows[3][1] = odd
+        found = encoder.transform(rows)
+        np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(expected, 3, 0))
+
+    @pytest.mark.parametrize("shape", [(8,), (4, 2)])
+    def test_refused_rows_are_not_shown(self, shape):
+        encoder = PublicEncoder().fit(np.arange(20.0).reshape(10, 2))
+        rows = np.full(shape, 98765.0) * (1 if len(shape) == 1 else 1j)
+        with pytest.raises(ValueError, match=r"Expected 2D|Complex") as error:
+            encoder.transform(rows)
+        assert UNPROTECTED in str(error.value)
+        assert "98765" not in str(error.value)
+
 
 def numbers(rows, seed=0):
     rng = np.random.default_rng(seed)
@@ -378,6 +470,19 @@ class TestPrivateSteps:
         search = GridSearchCV(model, {"standardscaler__with_std": [True]}, error_score="raise")
         with pytest.raises(ValueError, match="fitted its step 'standardscaler'"):
             search.fit(*numbers(50))
+
+    def test_models_around_the_last_step_do_not_hide_it(self):
+        from sklearn.model_selection import GridSearchCV
+        from sklearn.multioutput import MultiOutputRegressor
+
+        model = PrivateLinearRegression(row_norm_bound=1.0)
+        x, y = numbers(50)
+        for outer in (
+            MultiOutputRegressor(model),
+            GridSearchCV(model, {"num_steps": [1]}, error_score="raise"),
+        ):
+            with pytest.raises(ValueError, match="fitted its step 'pca'"):
+                make_pipeline(PCA(2), outer).fit(x, np.column_stack([y, y]))
 
     @pytest.mark.filterwarnings("ignore:.*most private values:mirrordp.data.UnprotectedWarning")
     def test_rows_scaled_by_their_own_moments(self):

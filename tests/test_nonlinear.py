@@ -328,6 +328,15 @@ class TestTrees:
         two = PrivateTreesRegressor(1.0, DELTA, random_state=5).fit(x, y, xp, yp, counts=counts)
         assert (one.predict(test[0]) == two.predict(test[0])).all()
 
+    def test_a_row_that_overflows_is_not_mentioned(self, tables):
+        (xp, _), (x, _), _ = tables
+        x = x[:300].copy()
+        labels, x[7] = x[:, 0] + x[:, 1] > 0, 1.7e308
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            model = PrivateTreesClassifier(50.0, DELTA, random_state=0)
+            model.fit(x, labels, xp, xp[:, 0] + xp[:, 1] > 0)
+
     def test_public_rows_are_needed(self, tables):
         with pytest.raises(ValueError, match="needs public rows"):
             PrivateTreesRegressor(1.0, DELTA).fit(*tables[1])
@@ -445,6 +454,17 @@ class TestNetwork:
             fit("part", stop=5)
         assert fit("part", stop=None, resume=True).to_dict() == whole.to_dict()
         assert charged[0] == charged[2] != charged[1]
+
+    def test_rows_of_few_values_are_not_taken_for_copies(self):
+        """If public rows equal each other, private rows that equal them are no copies."""
+        rng = np.random.default_rng(0)
+        (x, y), (xp, yp) = (
+            (rng.integers(0, 2, (n, 3)).astype(float), rng.integers(0, 2, n).astype(float))
+            for n in (300, 60)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", mirrordp.data.UnprotectedWarning)
+            PrivateNetworkRegressor(3.0, DELTA, steps=1, random_state=0).fit(x, y, xp, yp)
 
     def test_replace_is_refused(self, tables):
         (xp, yp), (x, y), _ = tables

@@ -686,6 +686,16 @@ def test_dates_become_the_same_features_in_every_format(tmp_path, how):
     np.testing.assert_allclose(features[:, 0], (days - days.mean()) / days.std())
 
 
+def test_a_number_is_no_date(tmp_path):
+    """In a column of numbers alone it could not be one, so that one cell would decide it."""
+    public = "when,y\n" + "".join(f"2024-05-{k + 1:02},{k}\n" for k in range(20))
+    encoding = learn(tmp_path, public).encoding
+    with pytest.warns(UnprotectedWarning, match="got something else in 1 of 2"):
+        found = encode(encoding, tmp_path, "when,y\n20240503,1\n2024-05-03,1\n").features
+    assert not found[0].any()
+    assert found[1].any()
+
+
 def test_times_of_day_and_year_go_around(tmp_path):
     year = np.arange("2022-12-25", "2024-01-10", 7, dtype="M8[D]").astype(str)
     text = dated(year, [f" {i % 24:02}:30" for i in range(len(year))])

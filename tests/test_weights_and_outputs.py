@@ -172,6 +172,16 @@ class TestWeights:
         np.testing.assert_array_equal(fits[0].coef_, fits[1].coef_)
         assert fits[0].privacy_.epsilon == fits[1].privacy_.epsilon
 
+    def test_a_weight_that_overflows_is_a_row_that_does_not_count(self):
+        found = []
+        for weight in (0.0, 1e308):
+            weights = np.where(np.arange(400) == 7, weight, 1.0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)
+                model = PrivateLinearRegression(random_state=0)
+                found.append(self.fit(model, weights, np.full(100, 1e-8)).coef_)
+        np.testing.assert_array_equal(*found)
+
     def test_they_move_the_model_as_without_privacy(self):
         (x, y), (public, y_public) = draw(4000), draw(400, 1)
         weights, public_weights = (10.0 * (rows[:, 0] > 0) + 1 for rows in (x, public))

@@ -119,7 +119,7 @@ def validated(
         )
     _refuse_text_and_times(f"X{suffix}", X, remark)
     X = _matrix(estimator, X, public, suffix, remark)
-    y = _targets(estimator, y)
+    y = _targets(estimator, y, remark)
     if y.dtype.kind in "mM":
         raise ValueError(
             f"y{suffix} must hold numbers or text, got dates or durations, {y.dtype}. Turn them "
@@ -138,7 +138,7 @@ def validated(
     return X, y
 
 
-def _targets(estimator: Any, y: Any) -> np.ndarray:
+def _targets(estimator: Any, y: Any, remark: str) -> np.ndarray:
     """Returns a vector, or for estimators that take them a matrix of several outputs."""
     y = _each_by_itself(y)
     if estimator._takes_several_outputs and not isinstance(y, list | tuple):
@@ -147,7 +147,14 @@ def _targets(estimator: Any, y: Any) -> np.ndarray:
             return matrix
     elif estimator._takes_several_outputs and y and isinstance(y[0], list | tuple | np.ndarray):
         return np.array(y, object)
-    return column_or_1d(y, warn=True)
+    try:
+        return column_or_1d(y, warn=True)
+    except ValueError as error:
+        # scikit-learn shows the values in the lines behind the first.
+        first, *others = str(error).splitlines()
+        if not others:
+            raise
+        raise ValueError(f"{first}.{remark}") from None
 
 
 class Weights(NamedTuple):
@@ -167,13 +174,14 @@ class Weights(NamedTuple):
             return cls(private, None)
         public = _as_weights("sample_weight_public", public, X_public, "")
         mean = public.mean()
-        return cls(None if private is None else private / mean, public / mean)
+        with np.errstate(over="ignore"):
+            return cls(None if private is None else private / mean, public / mean)
 
 
 def _as_weights(name: str, weights: Any, X: Any, remark: str) -> np.ndarray:
     try:
         found = np.asarray(weights, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must hold numbers, got something else.{remark}") from None
     rows = X.shape[0]
     if found.shape != (rows,):
@@ -216,6 +224,9 @@ def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark:
             accept_sparse="csr",
         )  # fmt: skip
         return matrix
+    except (TypeError, OverflowError) as error:
+        # They name the type of a cell.
+        raise type(error)(f"X{suffix} must hold numbers: {error}.{remark}") from None
     except ValueError as error:
         if public and "feature names should match" in str(error):
             raise ValueError(
@@ -227,6 +238,8 @@ def _matrix(estimator: BaseEstimator, X: Any, public: bool, suffix: str, remark:
             raise ValueError(
                 f"{first}. X{suffix} must hold real numbers in the shape (rows, features).{remark}"
             ) from None
+        if str(error).startswith(("setting an array element", "cannot convert")):
+            raise ValueError(f"X{suffix} must hold numbers: {error}{remark}") from None
         if "could not convert" not in str(error):
             raise
         raise ValueError(f"X{suffix} must hold numbers, got text. {_SAFE_WAY}.{remark}") from None
@@ -358,7 +371,7 @@ def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     try:
         # In an array of text the numbers may have lost digits because of one row.
         numbers = None if y.dtype.kind in "US" else y.astype(np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = None
     if numbers is None:
         raise ValueError(
@@ -386,7 +399,7 @@ def as_mask(counts: Any, rows: int) -> np.ndarray:
     if counts.shape != (rows,) or counts.dtype != bool:
         raise ValueError(
             f"counts must be {rows} booleans, one per private row, got {counts.dtype} of shape "
-            f"{counts.shape}."
+            f"{counts.shape}. {UNPROTECTED}"
         )
     return counts
 
@@ -413,7 +426,7 @@ def class_indices(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
     An array has one dtype: one text among numbers makes NumPy write all of them as text, and one
     fraction makes 1 a 1.0. If that changed the class of the other labels, one row would decide
     over all others. A label is therefore the class that it equals, or else the class that reads as
-    the same number: 1, 1.0, True, "1" and "1.0" are one label.
+    the same number: 1, 1.0, True, "1", "1.0" and "TRUE" are one label.
     """
     known = {label: index for index, label in enumerate(classes.tolist())}
     by_number = {_as_number(label): index for label, index in known.items()}
@@ -424,9 +437,18 @@ def class_indices(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
             label = label.decode("latin-1")
         return known.get(label, by_number.get(_as_number(label), -1))
 
-    labels = y.tolist()
-    found = {label: find(label) for label in set(labels)}
-    return np.fromiter(map(found.__getitem__, labels), np.intp, len(labels))
+    found: dict[Any, int] = {}
+
+    def index(label: Any) -> int:
+        try:
+            if label not in found:
+                found[label] = find(label)
+            return found[label]
+        except (TypeError, ValueError, ArithmeticError):
+            # What cannot be hashed or compared, such as a list or pandas.NA, is no class.
+            return -1
+
+    return np.fromiter(map(index, y.tolist()), np.intp, len(y))
 
 
 def check_distinct(classes: np.ndarray) -> None:
@@ -442,8 +464,9 @@ def check_distinct(classes: np.ndarray) -> None:
 
 def _as_number(label: Any) -> complex | None:
     """Returns a label as a number, if it reads as one; equal numbers of any type are equal here."""
-    if label in ("True", "False"):
-        return complex(label == "True")
+    if isinstance(label, str) and label.lower() in ("true", "false"):
+        # However it is spelled, pandas reads it as true or false unless one label is neither.
+        return complex(label.lower() == "true")
     try:
         number = complex(label)
     except (TypeError, ValueError, OverflowError):

@@ -190,7 +190,7 @@ def train_privately(
     weights = np.ones(len(rows)) if rows.weights is None else rows.weights
     if rows.counts is not None:
         weights = np.where(rows.counts, weights, 0.0)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         scaled = (rows.features - network.shift) * network.factor
         arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
     # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
@@ -212,7 +212,9 @@ def train_privately(
         step,
         start.params,
         PrivateData(arrays),
-        PublicData(start.public),
+        # As a list: rows of the same structure would be compared with private ones once more, and
+        # all rows of a table of few values be left out, which `fit` avoids.
+        PublicData(list(start.public)),
         alpha=len(rows) / (len(rows) + num_public),
         seed=seed,
         spend=spend,

@@ -50,14 +50,16 @@ def refuse_private_steps(estimator: BaseEstimator) -> None:
 
 def _callers(estimator: BaseEstimator) -> Iterator[Any]:
     """Yields the meta-estimators on the stack that transform the rows of this estimator."""
-    inner: Any = estimator
+    # The estimator, and those that are fitting it: a search or one model per class, for example.
+    inner: list[Any] = [estimator]
     frame = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name.startswith("fit") else None
-        is_last = isinstance(caller, Pipeline) and caller.steps[-1][1] is inner
+        caller = frame.f_locals.get("self") if "fit" in frame.f_code.co_name else None
+        is_last = isinstance(caller, Pipeline) and any(caller.steps[-1][1] is one for one in inner)
         if is_last or isinstance(caller, TransformedTargetRegressor):
             yield caller
-            inner = caller
+        if isinstance(caller, BaseEstimator):
+            inner.append(caller)
         frame = frame.f_back
 
 

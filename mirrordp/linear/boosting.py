@@ -77,7 +77,8 @@ class Release(NamedTuple):
         norms = np.linalg.norm(family.residuals(scores, targets), axis=1)
         clip = float(np.quantile(norms, _CLIP_QUANTILE)) or 1.0
         if family == SQUARED_ERROR:
-            return cls(clip, 1.0, float(np.mean(np.minimum(norms, clip) ** 2)), np.inf)
+            spread = float(np.mean(np.minimum(norms, clip) ** 2)) / targets.shape[1]
+            return cls(clip, 1.0, spread, np.inf)
         largest = float(np.quantile(family.mean(scores), _CLIP_QUANTILE)) or 1.0
         return cls(clip, largest, 1.0, _LARGEST_LOG_STEP)
 
@@ -178,7 +179,9 @@ def learn_values(
         noise_stddev: the standard deviation of the noise in each coordinate of a release.
         add_noise: adds it to one release after the other.
     """
-    scores, bins, values = model.start(features), model.bins(features), []
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = model.start(features)
+    bins, values = model.bins(features), []
     for term in model.terms:
         where = model.cells(bins, term)
         size = model.num_cells(term)

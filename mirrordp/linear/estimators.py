@@ -113,7 +113,8 @@ class _Problem:
 def _product(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
     if one is None or other is None:
         return other if one is None else one
-    return one * other
+    with np.errstate(over="ignore"):
+        return one * other
 
 
 class _PrivateLinearModel(BaseEstimator, abc.ABC):

@@ -431,11 +431,16 @@ def rehearse(
     """Compares the models on public rows alone, which costs nothing.
 
     Public rows play private ones: in each fold, trees learn their values from the other folds with
-    noise that is as large for these rows as it will be for the private ones. There are many more
-    private rows, so the rehearsal is harder on a richer model than the real run. Trees are
-    therefore chosen unless they are worse than the linear model by more than a standard error; a
-    network, which no rehearsal with so few rows can train as the private run will, only if its
-    public start alone is better than both by more than a standard error.
+    noise that is as large for these rows as it will be for the private ones, and a network is
+    trained as its public start will be. All is done with half of these rows too, because there are
+    many more private rows and a model that gains much by the second half will gain by them. If what
+    a model can still learn falls with the root of the number of rows, then r times as many rows
+    lower its loss by D times what the second half did,
+
+        D = Σ_k 2^{−k/2} = (1 − r^{−1/2}) / (√2 − 1),      k = 1, ..., log₂ r.
+
+    Trees are chosen unless they are worse than the linear model by more than a standard error; a
+    network if it is then expected to be better than the others by more than a standard error.
 
     Args:
         family: the family of the loss.
@@ -446,41 +451,66 @@ def rehearse(
     """
     rng = np.random.default_rng(_PUBLIC_SEED)
     fold = rng.permutation(np.arange(len(rows)) % _FOLDS)
-    losses: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    seen: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    expected: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    more = (1 - (len(rows) / max(num_private, len(rows))) ** 0.5) / (2**0.5 - 1)
     for number in range(_FOLDS):
-        known, judges = rows.take(fold != number), rows.take(fold == number)
-        plan = _TreesPlan.of(
-            family, known, groups, num_private=num_private, one_step_noise=one_step_noise
-        )
-        scale = plan.release.l2_clip_norm * one_step_noise * np.sqrt(plan.settings.num_steps)
-        stddev = scale * len(known) / num_private
-        trees = boosting.learn_values(
-            plan.model,
-            family,
-            known.features,
-            known,
-            plan.release,
-            noise_stddev=stddev,
-            add_noise=lambda total, stddev=stddev: total + rng.normal(size=total.shape) * stddev,
-        )
-        network = _network.Start.of(family, known).network
-        for name, scores in (
-            ("linear", plan.model.start(judges.features)),
-            ("trees", trees(judges.features)),
-            ("network", network(judges.features)),
-        ):
-            losses[name].append(judges.weighted(family.loss(scores, judges.targets)))
-    joined = {name: np.concatenate(found) for name, found in losses.items()}
+        known, judges = np.flatnonzero(fold != number), rows.take(fold == number)
+        found = []
+        for some in (known[: len(known) // 2], known):
+            scorers = _rehearsed(family, rows.take(some), groups, num_private, one_step_noise, rng)
+            found.append(
+                {
+                    name: judges.weighted(family.loss(scorer(judges.features), judges.targets))
+                    for name, scorer in scorers.items()
+                }
+            )
+        for name in _MODELS:
+            half, whole = (losses[name] for losses in found)
+            seen[name].append(whole)
+            expected[name].append(whole - more * (half - whole))
 
-    def is_worse(one: str, other: str) -> bool:
+    def is_worse(losses: Mapping[str, list[np.ndarray]], one: str, other: str) -> bool:
         """Returns whether a model is worse by more than a standard error of the difference."""
-        difference = joined[one] - joined[other]
+        difference = np.concatenate(losses[one]) - np.concatenate(losses[other])
         return bool(difference.mean() > difference.std() / np.sqrt(len(difference)))
 
-    chosen = "linear" if is_worse("trees", "linear") else "trees"
-    if all(is_worse(other, "network") for other in ("linear", "trees")):
+    chosen = "linear" if is_worse(seen, "trees", "linear") else "trees"
+    if all(is_worse(expected, other, "network") for other in ("linear", "trees")):
         chosen = "network"
-    return Rehearsal({name: float(found.mean()) for name, found in joined.items()}, chosen)
+    means = {name: float(np.concatenate(losses).mean()) for name, losses in seen.items()}
+    return Rehearsal(means, chosen)
+
+
+def _rehearsed(
+    family: Family,
+    rows: Rows,
+    groups: Sequence[Sequence[int]] | None,
+    num_private: int,
+    one_step_noise: float,
+    rng: np.random.Generator,
+) -> dict[str, Scorer]:
+    """Returns each model, learned from public rows."""
+    plan = _TreesPlan.of(
+        family, rows, groups, num_private=num_private, one_step_noise=one_step_noise
+    )
+    scale = plan.release.l2_clip_norm * one_step_noise * np.sqrt(plan.settings.num_steps)
+    stddev = scale * len(rows) / num_private
+    trees = boosting.learn_values(
+        plan.model,
+        family,
+        rows.features,
+        rows,
+        plan.release,
+        noise_stddev=stddev,
+        add_noise=lambda total: total + rng.normal(size=total.shape) * stddev,
+    )
+    linear = LinearScorer(plan.model.coefficients, plan.model.intercepts)
+    return {
+        "linear": linear,
+        "trees": trees,
+        "network": _network.Start.of(family, rows).network,
+    }
 
 
 class _Auto(_Nonlinear):

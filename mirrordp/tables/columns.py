@@ -9,7 +9,7 @@ import datetime
 import functools
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -90,7 +90,10 @@ def numbers(cells: Cells, decimal: str = ".", thousands: str = "") -> tuple[np.n
 
 
 def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
-    """Returns the distinct cells as text ("" if missing), and the index of each row's cell."""
+    """Returns the distinct cells as text ("" if missing), and the index of each row's cell.
+
+    As in a column of numbers, infinity counts as missing.
+    """
     if isinstance(cells, np.ndarray) and cells.dtype.kind == "M":
         times, which = np.unique(cells, return_inverse=True)
         return ["" if time is None else time.isoformat() for time in times.tolist()], which
@@ -100,7 +103,14 @@ def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
     order = {cell: index for index, cell in enumerate(dict.fromkeys(cells))}
     which = np.fromiter(map(order.__getitem__, cells), np.intp, len(cells))
     stripped = (cell.strip() for cell in order)
-    return ["" if cell in MISSING else cell for cell in stripped], which
+    return ["" if cell in MISSING or _is_infinite(cell) else cell for cell in stripped], which
+
+
+def _is_infinite(cell: str) -> bool:
+    try:
+        return math.isinf(float(cell))
+    except ValueError:
+        return False
 
 
 def number_text(value: float) -> str:
@@ -129,7 +139,12 @@ _DATE_FORMATS = (ISO, *(day + time for day in _DAYS for time in _TIMES))
 
 
 def moment(cell: str, date_format: str) -> datetime.datetime | None:
-    """Returns a cell as date and time (in UTC if it names a zone), or None if it is none."""
+    """Returns a cell as date and time (in UTC if it names a zone), or None if it is none.
+
+    What reads as a number, such as 20240531, is no date: in a column of numbers it would be none.
+    """
+    if number(cell) is not None:
+        return None
     try:
         if date_format == ISO or isinstance(cell, NumberText):
             found = datetime.datetime.fromisoformat(cell.strip())
@@ -246,8 +261,7 @@ class NumberColumn:
 class CategoryColumn:
     """A column that becomes a 0/1 feature per category; an unknown category has all zeros.
 
-    If all categories are numbers, they are compared as numbers, so that 1 is 1.0: a program that
-    writes a file may change the spelling of a whole column because of one of its cells.
+    See `positions` for the category that a cell stands for.
     """
 
     name: str
@@ -265,22 +279,28 @@ class CategoryColumn:
         """Fills the columns of `out` that belong to `features`."""
         texts, which = distinct_texts(cells)
         counts = np.bincount(which, minlength=len(texts))
-        are_numbers = labels_are_numbers(self.categories)
-        names = [label_of(category, are_numbers) for category in self.categories]
-        position = {name: index for index, name in enumerate(names)}
-        most_common = label_of(self.most_common, are_numbers)
-        position[""] = len(position) if self.marks_missing else position[most_common]
+        missing = len(self.categories) if self.marks_missing else self.missing_position
         rows = np.zeros((len(texts), len(self.features)))
         text_only = all(number(category) is None for category in self.categories)
-        for index, text in enumerate(texts):
-            name = label_of(text, are_numbers)
-            if name in position:
-                rows[index, position[name]] = 1.0
+        if isinstance(cells, np.ndarray) and not differ_as_numbers(self.categories):
+            # A program that made numbers of 007 and 7 has made the same of both.
+            text_only = True
+        for index, (text, found) in enumerate(
+            zip(texts, positions(self.categories, texts), strict=True)
+        ):
+            position = found if text else missing
+            if position >= 0:
+                rows[index, position] = 1.0
             if text:
                 tally.filled += int(counts[index])
                 tally.wrong += int(counts[index]) if text_only and number(text) is not None else 0
-                tally.unfamiliar += int(counts[index]) if name not in position else 0
+                tally.unfamiliar += int(counts[index]) if position < 0 else 0
         out[:] = rows[which]
+
+    @property
+    def missing_position(self) -> int:
+        """The category that stands for missing cells, if public rows have none."""
+        return positions(self.categories, [self.most_common])[0]
 
 
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -381,7 +401,7 @@ class NumberTarget:
 
 @dataclasses.dataclass(frozen=True)
 class ClassTarget:
-    """A target that is the index of a class. Labels that are all numbers are compared as such."""
+    """A target that is the index of a class; see `positions` for the class of a cell."""
 
     name: str
     classes: tuple[str, ...]
@@ -391,8 +411,9 @@ class ClassTarget:
         """Returns the class indices, and a mask of the rows whose class is missing or unknown."""
         texts, which = distinct_texts(cells)
         counts = np.bincount(which, minlength=len(texts))
-        position = {label: index for index, label in enumerate(self.classes)}
-        codes = np.array([position.get(label_of(text, self.are_numbers), -1) for text in texts])
+        codes = np.array(positions(self.classes, texts), np.intp)
+        if isinstance(cells, np.ndarray) and not differ_as_numbers(self.classes):
+            codes[:] = -1  # As for categories.
         for text, code, count in zip(texts, codes.tolist(), counts.tolist(), strict=True):
             tally.filled += count if text else 0
             tally.wrong += count if text and code < 0 else 0
@@ -408,11 +429,44 @@ def not_counts(values: np.ndarray) -> np.ndarray:
     return ~np.isnan(values) & ((values < 0) | (values != np.floor(values)))
 
 
-def labels_are_numbers(labels: Collection[str]) -> bool:
-    """Returns whether all labels are distinct numbers; codes such as 007 count as names."""
-    if any(number(label) is None or re.match(r"[+-]?0\d", label) for label in labels):
-        return False
-    return len({label_of(label, True) for label in labels}) == len(labels)
+_TRUTH = ("true", "false")
+
+
+def positions(labels: Sequence[str], texts: Iterable[str]) -> list[int]:
+    """Returns the position of the label that each text stands for, −1 if it is none of them.
+
+    A program may write a whole column in another way because of one of its cells: pandas reads 1.0
+    and 007 as numbers, and True as true, unless one cell of the column is something else. All other
+    rows would then have other categories. A text therefore stands for the label that it equals, or
+    else for the only label that is the same number; and True is true.
+    """
+    exact = {label: index for index, label in enumerate(labels)}
+    truth = {label.lower(): index for label, index in reversed(exact.items())}
+    by_number: dict[str, int] = {}
+    for name, same in _by_number(labels).items():
+        if len(same) == 1:
+            by_number[name] = exact[same[0]]
+
+    def find(text: str) -> int:
+        if text.lower() in _TRUTH:
+            return truth.get(text.lower(), -1)
+        return exact.get(text, by_number.get(label_of(text, True), -1))
+
+    return [find(text) for text in texts]
+
+
+def differ_as_numbers(labels: Iterable[str]) -> bool:
+    """Returns whether no two labels are the same number, as 007 and 7 are."""
+    return all(len(same) == 1 for same in _by_number(labels).values())
+
+
+def _by_number(labels: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the labels that read as numbers, by the number."""
+    found: dict[str, list[str]] = {}
+    for label in labels:
+        if number(label) is not None:
+            found.setdefault(label_of(label, True), []).append(label)
+    return found
 
 
 def label_of(text: str, are_numbers: bool) -> str:

@@ -28,10 +28,11 @@ from mirrordp.tables.columns import (
     DateColumn,
     NumberColumn,
     distinct_texts,
-    label_of,
-    labels_are_numbers,
     moments,
+    number,
+    number_text,
     numbers,
+    positions,
 )
 from mirrordp.tables.encoding import require_columns
 from mirrordp.tables.files import TableError, listed
@@ -255,10 +256,13 @@ def onnx_inputs(model: TableModel, rows: Any) -> dict[str, np.ndarray]:
         if isinstance(column, NumberColumn):
             found[column.name] = numbers(cells, column.decimal, column.thousands)[0]
         elif isinstance(column, CategoryColumn):
-            are_numbers = labels_are_numbers(column.categories)
             texts, which = distinct_texts(cells)
-            labels = np.array([label_of(text, are_numbers) for text in texts], object)
-            found[column.name] = labels[which]
+            places = positions(column.categories, texts)
+            labels = [
+                text if place < 0 else column.categories[place]
+                for text, place in zip(texts, places, strict=True)
+            ]
+            found[column.name] = np.array(labels, object)[which]
         else:
             times, _ = moments(cells, column.date_format)
             found[column.name] = times.astype("M8[us]").astype(np.int64)
@@ -294,14 +298,13 @@ def _number(graph: _Graph, column: NumberColumn) -> list[str]:
 
 def _category(graph: _Graph, column: CategoryColumn) -> list[str]:
     """Looks up the row of features that belongs to a text; the last row is that of unknown ones."""
-    are_numbers = labels_are_numbers(column.categories)
-    which = {label_of(text, are_numbers): k for k, text in enumerate(column.categories)}
-    missing = which[label_of(column.most_common, are_numbers)]
-    if column.marks_missing:
-        missing = len(which)
-    # Further spellings, for callers who do not use `onnx_inputs`: 1.0 for 1.
-    spellings = {repr(float(text)): k for text, k in which.items()} if are_numbers else {}
-    codes = dict.fromkeys(sorted(MISSING), missing) | spellings | which
+    categories = column.categories
+    # Further spellings, for callers who do not use `onnx_inputs`: 1.0 for 1, and true for True.
+    values = [value for value in map(number, categories) if value is not None]
+    texts = [*map(repr, values), *map(number_text, values), "true", "false", *categories]
+    known = zip(texts, positions(categories, texts), strict=True)
+    missing = len(categories) if column.marks_missing else column.missing_position
+    codes = dict.fromkeys(sorted(MISSING), missing) | {text: k for text, k in known if k >= 0}
     width = len(column.features)
     code = graph.add(
         "LabelEncoder",

@@ -223,7 +223,8 @@ def temporal_cells(values: np.ndarray) -> Cells:
     if values.dtype.kind == "M":
         if np.datetime_data(values.dtype)[0] != "ns":
             # Other units reach years that microseconds cannot count.
-            low, high = np.datetime64("0001-01-01"), np.datetime64("9999-12-31")
+            low = np.datetime64("0001-01-01")
+            high = np.datetime64("9999-12-31T23:59:59.999999")
             values = np.minimum(
                 np.maximum(values, low.astype(values.dtype)), high.astype(values.dtype)
             )

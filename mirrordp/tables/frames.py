@@ -157,10 +157,14 @@ def _text(cell: Any) -> str:
         return cell
     if isinstance(cell, bool | np.bool_):
         return "true" if cell else "false"
+    # What pandas has of its own becomes what a whole column of it would be.
+    for conversion in ("to_datetime64", "to_timedelta64"):
+        if hasattr(cell, conversion):
+            cell = getattr(cell, conversion)()
+    if isinstance(cell, np.datetime64 | np.timedelta64):
+        cell = _plain_time(cell)
     if isinstance(cell, datetime.datetime):
-        if cell.tzinfo is not None:
-            cell = cell.astimezone(datetime.UTC).replace(tzinfo=None)
-        return NumberText(cell.isoformat())
+        return NumberText(_in_utc(cell).isoformat())
     if isinstance(cell, datetime.date):
         return NumberText(cell.isoformat())
     if isinstance(cell, datetime.timedelta):
@@ -172,10 +176,35 @@ def _text(cell: Any) -> str:
     return f"<{type(cell).__name__}>"
 
 
+def _plain_time(cell: Any) -> Any:
+    """Returns a time of NumPy as a datetime, or a duration as seconds; NaN for NaT."""
+    if np.isnat(cell):
+        return math.nan
+    try:
+        return temporal_cells(np.array([cell])).tolist()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    except TypeError:  # A duration of months or years, which are no number of seconds.
+        return ()
+
+
+def _in_utc(moment: datetime.datetime) -> datetime.datetime:
+    """Returns a time without its zone; beyond the first and last year it stays at their ends."""
+    if moment.tzinfo is None:
+        return moment
+    try:
+        return moment.astimezone(datetime.UTC).replace(tzinfo=None)
+    except OverflowError:
+        return datetime.datetime.min if moment.year == 1 else datetime.datetime.max
+
+
 def _number_text(cell: Any) -> str:
+    if isinstance(cell, complex | np.complexfloating):
+        # One complex number makes complex numbers of the whole column.
+        return _number_text(float(cell.real)) if cell.imag == 0 else "<complex>"
     try:
         value = float(cell)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        value = math.inf
+    except (TypeError, ValueError):
         return f"<{type(cell).__name__}>"
     if not math.isfinite(value):
         return ""

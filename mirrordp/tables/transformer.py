@@ -160,7 +160,19 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
             )
         if issparse(X):
             raise TypeError("PublicEncoder takes no sparse rows, which hold nothing but numbers.")
-        return validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+        if isinstance(X, list | tuple):
+            # NumPy would turn every cell into text if one of them is.
+            X = np.array(X, object)
+        try:
+            return validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+        except ValueError as error:
+            # scikit-learn shows the rows in the lines behind the first.
+            first, *others = str(error).splitlines()
+            if not others:
+                raise
+            advice = " Reshape your data to the shape (rows, columns)." * ("2D" in first)
+            remark = "" if reset else f" {UNPROTECTED}"
+            raise ValueError(f"{first.rstrip(':')}.{advice}{remark}") from None
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
