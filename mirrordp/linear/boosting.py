@@ -40,9 +40,8 @@ _PAIR_RATE = 0.8
 _CLIP_QUANTILE = 0.95
 _LARGEST_LOG_STEP = 2.0
 _BLOCK = 2**18
-_NOISE_PER_CELL = 0.5
-LINEAR_STEPS = 8
-"""The number of rounds for the linear part, unless public rows tell that noise would spoil it."""
+_NOISE_PER_CELL = 0.15
+_LINEAR_STEPS = (2, 8)
 _MAX_TERMS, _FEWEST_TERMS = 160, 12
 _NOISE_PER_ROW = 1e-3
 
@@ -118,9 +117,14 @@ def most_terms(num_private: int, one_step_noise: float) -> int:
     return int(np.clip(affordable, _FEWEST_TERMS, _MAX_TERMS))
 
 
-def largest_term(num_private: int, one_step_noise: float, num_terms: int) -> float:
-    """Returns how many cells of equal size a term may have before noise hides half a residual."""
-    return _NOISE_PER_CELL * num_private / (one_step_noise * np.sqrt(num_terms))
+def linear_steps(num_terms: int) -> int:
+    """Returns the number of rounds for the linear part: few where there are few terms."""
+    return int(np.clip(2 * num_terms // 3, *_LINEAR_STEPS))
+
+
+def largest_term(num_private: int, one_step_noise: float, num_steps: int) -> float:
+    """Returns how many cells of equal size a term may have: noise is small against their rows."""
+    return _NOISE_PER_CELL * num_private / (one_step_noise * np.sqrt(num_steps))
 
 
 def release_sums(

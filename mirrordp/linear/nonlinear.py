@@ -152,8 +152,10 @@ class _TreesPlan(NamedTuple):
     ) -> "_TreesPlan":
         """Chooses the terms by public rows, and their number and size by the noise."""
         most = boosting.most_terms(num_private, one_step_noise)
+        most = min(most, cells.num_terms(rows.features, groups))
+        steps = boosting.linear_steps(most)
         # Each step has the same noise, so the linear part has this share of the budget.
-        share = boosting.LINEAR_STEPS / (boosting.LINEAR_STEPS + most)
+        share = steps / (steps + most)
         plan = plan_warm(
             family,
             rows.features,
@@ -163,7 +165,7 @@ class _TreesPlan(NamedTuple):
             row_norm_bound=None,
             num_private=num_private,
             one_step_noise=one_step_noise / np.sqrt(share),
-            given={"step_counts": (boosting.LINEAR_STEPS,)},
+            given={"step_counts": (steps,)},
             weights=rows.weights,
         )
         linear = plan.scaling.original(plan.theta)
@@ -176,7 +178,7 @@ class _TreesPlan(NamedTuple):
 
         # More terms leave fewer cells to each, which may leave out pairs and so fewer terms.
         num_terms = len(terms(np.inf).terms) or 1
-        model = terms(boosting.largest_term(num_private, one_step_noise, num_terms))
+        model = terms(boosting.largest_term(num_private, one_step_noise, steps + num_terms))
         release = boosting.Release.of(family, model.start(rows.features), rows.targets)
         steps = plan.settings.num_steps + len(model.terms)
         return cls(

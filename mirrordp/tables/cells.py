@@ -12,6 +12,7 @@ predictors.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -189,6 +190,11 @@ def without_values(
         terms = tuple(terms[k] for k in sorted(np.argsort(-gains, kind="stable")[:most]))
     values = tuple(np.zeros((empty.num_cells(term), len(intercepts))) for term in terms)
     return dataclasses.replace(empty, terms=terms, values=values)
+
+
+def num_terms(x: np.ndarray, groups: Sequence[Sequence[int]] | None) -> int:
+    """Returns the number of columns and pairs of columns."""
+    return math.comb(len(_columns(x, groups)) + 1, 2)
 
 
 def _columns(x: np.ndarray, groups: Sequence[Sequence[int]] | None) -> list[tuple[int, ...]]:
