@@ -26,7 +26,6 @@ _HELD_OUT = 5
 _BATCH, _STEPS_PER_LOOK, _LOOKS = 256, 25, 24
 _RATE, _WEIGHT_DECAY = 1e-3, 1e-2
 _PRIVATE_BLOCKS = 20
-_CLIP_QUANTILE = 0.5
 
 
 def learning_rate(family: Family) -> float:
@@ -46,7 +45,9 @@ class Start:
         family: the family of the loss.
         network: with the parameters of the start.
         params: the same in JAX, layers and linear part.
-        clip_norm: a clip norm for private gradients: the median norm of public ones.
+        clip_norm: a clip norm for private gradients: the root mean square of the norms of public
+            ones. Where one class is rare, the median would be that of rows which are predicted
+            well, and rows of the rare class would hardly count.
         public: scaled public rows, targets and weights to learn from.
         held_out: likewise, to judge by.
     """
@@ -86,7 +87,7 @@ class Start:
             np.sum(np.asarray(leaf, np.float64).reshape(len(public[0]), -1) ** 2, axis=1)
             for leaf in jax.tree.leaves(grads(params, public))
         )
-        clip = float(np.quantile(np.sqrt(squares), _CLIP_QUANTILE)) or 1.0
+        clip = float(np.sqrt(np.mean(squares))) or 1.0
         return cls(family, _with(blank, params), params, clip, public, held_out)
 
 

@@ -28,7 +28,7 @@ from mirrordp.linear.estimators import (
     _Problem,
 )
 from mirrordp.linear.tuning import DescentSettings
-from mirrordp.mirror.families import Family
+from mirrordp.mirror.families import SQUARED_ERROR, Family
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
@@ -442,7 +442,9 @@ def rehearse(
         D = Σ_k 2^{−k/2} = (1 − r^{−1/2}) / (√2 − 1),      k = 1, ..., log₂ r.
 
     Trees are chosen unless they are worse than the linear model by more than a standard error; a
-    network if it is then expected to be better than the others by more than a standard error.
+    network if it is then expected to be better than the others by more than a standard error. A
+    network of classes or counts that has few rows is too sure of itself, and more rows cure that
+    first, which says little about what comes then. Such a network has to be better as it is.
 
     Args:
         family: the family of the loss.
@@ -478,7 +480,8 @@ def rehearse(
         return bool(difference.mean() > difference.std() / np.sqrt(len(difference)))
 
     chosen = "linear" if is_worse(seen, "trees", "linear") else "trees"
-    if all(is_worse(expected, other, "network") for other in ("linear", "trees")):
+    judged = expected if family == SQUARED_ERROR else seen
+    if all(is_worse(judged, other, "network") for other in ("linear", "trees")):
         chosen = "network"
     means = {name: float(np.concatenate(losses).mean()) for name, losses in seen.items()}
     return Rehearsal(means, chosen)
