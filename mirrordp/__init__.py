@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mirrordp.privacy.sampling import (
         PoissonSampling as PoissonSampling,
     )
+    from mirrordp.privacy.views import (
+        averaged_over_views as averaged_over_views,
+    )
     from mirrordp.report.statement import (
         RunReport as RunReport,
     )
