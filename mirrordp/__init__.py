@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         FederatedStep as FederatedStep,
         warm_start_clients as warm_start_clients,
     )
+    from mirrordp.training.progress import with_progress as with_progress
     from mirrordp.training.sweep import train_sweep as train_sweep
     from mirrordp.updates import schedules as schedules
     from mirrordp.updates.averages import (

@@ -37,7 +37,7 @@ class Model(NamedTuple):
 
 
 def model(clip, *, small=(), slow=None):
-    """Registers a model; `small` are last or whole names, `slow` whole ones and part of a reason."""
+    """Registers a model; `small` has last or whole names, `slow` whole ones and why they are."""
 
     def register(make):
         MODELS[make.__name__] = Model(make, clip, small, slow or {})
