@@ -300,6 +300,17 @@ def experts_chosen_by_cond_for_a_position():
     return language_model(block, experts())
 
 
+@model(0.71, slow={"['inner']['w']": "cond"})
+def branch_that_is_not_a_number():
+    """The branch that is not taken must not spoil the gradient of the one that is."""
+
+    def block(p, x):
+        root = lambda x: jnp.sqrt(x[0, 0]) * jnp.tanh(x @ p["w"])  # noqa: E731
+        return lax.cond(x[0, 0] > 0, root, lambda x: jnp.tanh(x @ p["w"]), x)
+
+    return language_model(block, {"w": matrix(1, WIDTH, WIDTH)})
+
+
 @model(1.5)
 def experts_gathered_for_a_position():
     """Every position takes the matrices of its own expert."""
@@ -475,6 +486,14 @@ def loop_over_slices_of_stacked_layers():
         "down": matrix(3, 2, HIDDEN, WIDTH),
     }
     return language_model(block, inner)
+
+
+@model(1.93, slow={"['inner']": "dynamic_slice"})
+def counted_loop_over_stacked_layers():
+    def block(p, x):
+        return lax.fori_loop(0, 2, lambda number, x: x + jnp.tanh(x @ p[number]), x)
+
+    return language_model(block, matrix(1, 2, WIDTH, WIDTH))
 
 
 def framework_loss(predict):
