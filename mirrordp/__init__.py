@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mirrordp.privacy.sampling import (
         PoissonSampling as PoissonSampling,
     )
+    from mirrordp.privacy.views import (
+        averaged_over_views as averaged_over_views,
+    )
     from mirrordp.report.statement import (
         RunReport as RunReport,
     )
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
         FederatedStep as FederatedStep,
         warm_start_clients as warm_start_clients,
     )
+    from mirrordp.training.progress import with_progress as with_progress
     from mirrordp.training.sweep import train_sweep as train_sweep
     from mirrordp.updates import schedules as schedules
     from mirrordp.updates.averages import (

@@ -29,5 +29,6 @@ if TYPE_CHECKING:
         PoissonSampling as PoissonSampling,
     )
     from mirrordp.privacy.trainable import Trainable as Trainable
+    from mirrordp.privacy.views import averaged_over_views as averaged_over_views
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

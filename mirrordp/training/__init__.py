@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         server_sgd as server_sgd,
         warm_start_clients as warm_start_clients,
     )
+    from mirrordp.training.progress import with_progress as with_progress
     from mirrordp.training.step import (
         Step as Step,
         StepInfo as StepInfo,

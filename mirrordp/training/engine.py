@@ -504,7 +504,7 @@ def _generate(
             state, kept = books.begin(_stacked(states), batches)
             if kept is not None:
                 begin = kept.step
-                yield _shown(plan, state), _infos(kept, books.seeds)
+                yield _shown(plan, state), _infos(kept, total, books.seeds)
         else:
             # Another run from this state would have the same noise.
             books.claim()
@@ -530,7 +530,7 @@ def _generate(
             shown = shown_arrays(info, unprivatized=step.show_unprivatized) | {"alpha": block}
             kept = Kept(start + block.shape[1], tuple(int(count) for count in charged), shown)
             books.keep(state, kept, start // plan.steps_per_call, is_last=kept.step == total)
-            yield _shown(plan, state), _infos(kept, books.seeds)
+            yield _shown(plan, state), _infos(kept, total, books.seeds)
         books.finish()
 
 
@@ -547,12 +547,13 @@ def _shown(plan: _Plan, state: State) -> State:
     return state
 
 
-def _infos(kept: Kept, seeds: Sequence[int | None]) -> list[TrainInfo]:
+def _infos(kept: Kept, num_steps: int, seeds: Sequence[int | None]) -> list[TrainInfo]:
     return [
         info_of_run(
             kept.shown,
             run,
             step=kept.step,
+            num_steps=num_steps,
             charged_steps=kept.charged_steps[run],
             seeded=seed is not None,
         )

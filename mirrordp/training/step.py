@@ -103,6 +103,7 @@ class TrainInfo:
 
     Attributes:
         step: the number of steps done so far.
+        num_steps: the number of steps of the whole run.
         charged_steps: how many of them read private data, which are those with α_t > 0;
             `mechanism.epsilon(delta, num_steps=charged_steps)` is what they cost, and
             `RunReport.of(mechanism, delta, info=info)` reports it.
@@ -116,6 +117,7 @@ class TrainInfo:
     """
 
     step: int
+    num_steps: int
     charged_steps: int
     alpha: np.ndarray
     noisy_grad_norm: np.ndarray
@@ -405,7 +407,13 @@ def shown_arrays(info: StepInfo, *, unprivatized: bool) -> dict[str, np.ndarray]
 
 
 def info_of_run(
-    shown: Mapping[str, np.ndarray], run: int, *, step: int, charged_steps: int, seeded: bool
+    shown: Mapping[str, np.ndarray],
+    run: int,
+    *,
+    step: int,
+    num_steps: int,
+    charged_steps: int,
+    seeded: bool,
 ) -> TrainInfo:
     """Returns the info of one run from arrays by name, which have an axis for runs first."""
     names = [f"unprivatized.{name}" for name in Unprivatized._fields]
@@ -413,6 +421,7 @@ def info_of_run(
     unprivatized = [own.pop(name) for name in names if name in own]
     return TrainInfo(
         step=step,
+        num_steps=num_steps,
         charged_steps=charged_steps,
         unprivatized=Unprivatized(*unprivatized) if unprivatized else None,
         seeded=seeded,
