@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import mirrordp
 from benchmarks import large_models
 from benchmarks.large_models import Model
 from benchmarks.timing import Contender, measure
@@ -181,11 +182,11 @@ def summary(paths: list[ghost.ParameterPath]) -> dict[str, dict[str, int]]:
 
 
 def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "mirrordp", "jax-privacy")
-    return {name: importlib.metadata.version(name) for name in names} | {
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-    }
+    # The version of this very code: another one may be installed beside it.
+    found = {"mirrordp": mirrordp.__version__, "python": platform.python_version()}
+    names = ("jax", "jaxlib", "jax-privacy")
+    found |= {name: importlib.metadata.version(name) for name in names}
+    return found | {"device": jax.devices()[0].device_kind}
 
 
 def main(arguments: list[str] | None = None) -> None:

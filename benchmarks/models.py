@@ -209,7 +209,8 @@ def figure(lines: Sequence[Line], path: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = [line for line in latest(lines) if "methods" in line]
-    methods = [m for m in methods_of(lines) if m not in (NOT_PRIVATE, PYTORCH)]
+    private = [m for m in methods_of(lines) if m not in (NOT_PRIVATE, PYTORCH)]
+    methods = [m for m in private if any(ratio(line, m, "ms") for line in lines)]
     height = 0.8 / max(1, len(methods))
     drawn = Figure(figsize=(11, 1.5 + 0.35 * len(lines)), layout="constrained")
     for axes, quantity, title in zip(

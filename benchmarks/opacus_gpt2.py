@@ -1,8 +1,8 @@
 """GPT-2 with an output layer of its own under Opacus, for `benchmarks.models --peers`.
 
 `python -m benchmarks.opacus_gpt2 LAYERS WIDTH HEADS POSITIONS BATCH VOCABULARY DEVICE` prints one
-JSON object. It needs torch and opacus, but neither JAX nor mirrordp. Ratios are to PyTorch's own
-step; peak memory is that of PyTorch's allocator, the model included.
+JSON object. It needs torch and opacus, but neither JAX nor mirrordp. The timed rounds of the modes
+alternate; peak memory is that of PyTorch's allocator, the model included.
 """
 
 import importlib.metadata
@@ -53,12 +53,20 @@ class GPT2(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens):
-        # Opacus reads the first axis of every input as that of the examples.
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        # Opacus reads the first axis of every input as that of the examples, and its ghost mode
+        # refuses indices that are not contiguous.
+        places = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         return self.head(self.norm(self.layers(self.tokens(tokens) + self.positions(places))))
 
 
-def contender(mode: str, model: nn.Module, inputs, targets, where) -> Contender:
+def contender(mode: str, shape: tuple[int, ...], inputs, targets, where) -> Contender:
+    on_gpu = where.type == "cuda"
+    before = 0
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    model = GPT2(*shape).to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     criterion = nn.CrossEntropyLoss()
     if mode != "not private":
@@ -77,20 +85,18 @@ def contender(mode: str, model: nn.Module, inputs, targets, where) -> Contender:
         criterion = made[2] if mode == "ghost" else criterion
 
     def run():
-        optimizer.zero_grad()
         logits = model(inputs)
         # Opacus' ghost mode wants to know how the flat losses belong to sequences.
         shape = {"shape": logits.shape} if mode == "ghost" else {}
         criterion(logits.flatten(0, 1), targets.flatten(), **shape).backward()
         optimizer.step()
+        # Behind the step, so that no mode holds gradients while another one runs.
+        optimizer.zero_grad()
 
-    on_gpu = where.type == "cuda"
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     run()
     wait()
-    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if on_gpu else None
     return Contender("PyTorch", mode, run, wait, None, peak)
 
 
@@ -101,20 +107,17 @@ def main() -> None:
     where = torch.device("cuda" if sys.argv[7] == "gpu" else "cpu")
     tokens = torch.randint(0, vocabulary, (batch, positions + 1), device=where)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    found = {}
-    # One mode at a time: all of them together would not fit, and peaks could not be told apart.
+    shape = (layers, width, heads, positions, vocabulary)
+    found, contenders = {}, []
     for mode in MODES:
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
         try:
-            model = GPT2(layers, width, heads, positions, vocabulary).to(where)
-            item = contender(mode, model, inputs, targets, where)
-            (milliseconds,) = measure([item], rounds=5, seconds_per_round=0.3)
-            peak = item.peak_megabytes
-            found[mode] = {"ms": milliseconds, "gib": None if peak is None else peak / 1024}
+            contenders.append(contender(mode, shape, inputs, targets, where))
         except Exception as error:
             found[mode] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
-        model = item = None
+    times = measure(contenders, rounds=5, seconds_per_round=0.3)
+    for item, milliseconds in zip(contenders, times, strict=True):
+        peak = item.peak_megabytes
+        found[item.method] = {"ms": milliseconds, "gib": None if peak is None else peak / 1024}
     names = ("torch", "opacus")
     versions = {name: importlib.metadata.version(name) for name in names}
     print(json.dumps({"methods": found, "versions": versions}))
