@@ -53,6 +53,7 @@ METHODS = {
     "forest": "diffprivlib, forest",
 }
 PEERS = ("ebm", "diffprivlib", "forest")
+_ONLY_CLASSES = ("forest",)
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -227,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for method in arguments.methods
                 if (name, method, epsilon, seed) not in done
                 and (method not in PEERS or arguments.peer_python is not None)
+                and (method not in _ONLY_CLASSES or TABLES[name][0] == "classification")
             ]
             if not missing:
                 continue

@@ -441,10 +441,11 @@ def rehearse(
 
         D = Σ_k 2^{−k/2} = (1 − r^{−1/2}) / (√2 − 1),      k = 1, ..., log₂ r.
 
-    Trees are chosen unless they are worse than the linear model by more than a standard error; a
-    network if it is then expected to be better than the others by more than a standard error. A
-    network of classes or counts that has few rows is too sure of itself, and more rows cure that
-    first, which says little about what comes then. Such a network has to be better as it is.
+    Trees are chosen unless they are worse than the linear model by more than two standard errors,
+    because they contain it; a network if it is better than the others, or is then expected to be,
+    by more than one. A network of classes or counts that has few rows is too sure of itself, and
+    more rows cure that first, which says little about what comes then. It has to be better as it
+    is.
 
     Args:
         family: the family of the loss.
@@ -474,15 +475,15 @@ def rehearse(
             seen[name].append(whole)
             expected[name].append(whole - more * (half - whole))
 
-    def is_worse(losses: Mapping[str, list[np.ndarray]], one: str, other: str) -> bool:
-        """Returns whether a model is worse by more than a standard error of the difference."""
+    def is_worse(losses: Mapping[str, list[np.ndarray]], one: str, other: str, by: float) -> bool:
+        """Returns whether a model is worse by so many standard errors of the difference."""
         difference = np.concatenate(losses[one]) - np.concatenate(losses[other])
-        return bool(difference.mean() > difference.std() / np.sqrt(len(difference)))
+        return bool(difference.mean() > by * difference.std() / np.sqrt(len(difference)))
 
-    chosen = "linear" if is_worse(seen, "trees", "linear") else "trees"
-    judged = expected if family == SQUARED_ERROR else seen
-    if all(is_worse(judged, other, "network") for other in ("linear", "trees")):
-        chosen = "network"
+    chosen = "linear" if is_worse(seen, "trees", "linear", by=2) else "trees"
+    for losses in (seen, expected) if family == SQUARED_ERROR else (seen,):
+        if all(is_worse(losses, other, "network", by=1) for other in ("linear", "trees")):
+            chosen = "network"
     means = {name: float(np.concatenate(losses).mean()) for name, losses in seen.items()}
     return Rehearsal(means, chosen)
 
