@@ -441,7 +441,7 @@ def rehearse(
 
         D = Σ_k 2^{−k/2} = (1 − r^{−1/2}) / (√2 − 1),      k = 1, ..., log₂ r.
 
-    Trees are chosen unless they are worse than the linear model by more than two standard errors,
+    Trees are chosen unless they are worse than the linear model by more than a standard error,
     because they contain it; a network if it is better than the others, or is then expected to be,
     by more than one. A network of classes or counts that has few rows is too sure of itself, and
     more rows cure that first, which says little about what comes then. It has to be better as it
@@ -480,7 +480,7 @@ def rehearse(
         difference = np.concatenate(losses[one]) - np.concatenate(losses[other])
         return bool(difference.mean() > by * difference.std() / np.sqrt(len(difference)))
 
-    chosen = "linear" if is_worse(seen, "trees", "linear", by=2) else "trees"
+    chosen = "linear" if is_worse(seen, "trees", "linear", by=1) else "trees"
     for losses in (seen, expected) if family == SQUARED_ERROR else (seen,):
         if all(is_worse(losses, other, "network", by=1) for other in ("linear", "trees")):
             chosen = "network"
