@@ -636,8 +636,8 @@ class TestFit:
         }
         budget, other = tmp_path / "budget", tmp_path / "other"
         for folder in (budget, other):
-            Budget.create(folder, epsilon=3, delta=1e-4, data=files["private"]).close()
-        options = {"task": task, "model": "trees", "seed": 7, "budget": budget, "epsilon": 1}
+            Budget.create(folder, epsilon=100, delta=1e-4, data=files["private"]).close()
+        options = {"task": task, "model": "trees", "seed": 7, "budget": budget, "epsilon": 30}
         whole = files | {"out": tmp_path / "whole"}
         assert cli.main(fit_options(whole, **(options | {"budget": other}))) == 0
         monkeypatch.setattr("mirrordp.linear.boosting.private_values", interrupt)
