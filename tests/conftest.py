@@ -35,6 +35,14 @@ def nothing_reserved(monkeypatch):
     monkeypatch.setattr(sums, "GRAIN_BITS", 50)
 
 
+@pytest.fixture
+def by_gram(monkeypatch):
+    """Finds all norms by Gram matrices that can be found so, whatever that costs."""
+    from mirrordp.privacy.ghost import _plan
+
+    monkeypatch.setattr(_plan, "_prefers_gram", lambda task, machine: True)
+
+
 @pytest.fixture(autouse=True)
 def _no_earlier_fits():
     """Estimators count the fits of a process; a test begins as a process does."""

@@ -686,11 +686,12 @@ def test_equals_plain_clipping(name):
     assert relative_error(found, wanted) < 1e-5
 
 
+@pytest.mark.usefixtures("by_gram")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_takes_explicit_gradients(name, capsys):
     wanted = MODELS[name]
     paths = {path.name: path for path in ghost.explain(*made(name))}
-    assert capsys.readouterr().out.count("\n") == len(paths) + 1
+    assert capsys.readouterr().out.count("\n") == len(paths) + 2
     small = {path for path in paths if {path, re.findall(r"\w+", path)[-1]} & {*wanted.small}}
     explicit = {path: found for path, found in paths.items() if found.path == "explicit"}
     assert set(explicit) == small | set(wanted.slow)

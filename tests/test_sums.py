@@ -208,6 +208,7 @@ def _bilinear(positions: int, batch: int, microbatch_size: int | None = None):
     return jax.jit(lambda rows, padding: clipped.exact_sum(weight, rows, padding)[0])
 
 
+@pytest.mark.usefixtures("by_gram")
 @pytest.mark.parametrize("positions", [1, 4, 16])
 def test_blocks_keep_what_an_example_does_to_others_small(positions):
     """Rows in one direction with cancelling positions disturb the rounding the most."""

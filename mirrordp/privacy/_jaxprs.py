@@ -28,7 +28,7 @@ def equations(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[Any]:
     """Yields the equations of a program and of all jaxprs in it: loops, branches, calls."""
     for eqn in program.eqns:
         yield eqn
-        for inner in _jaxprs_in(eqn.params):
+        for inner in jaxprs_in(eqn.params):
             yield from equations(inner)
 
 
@@ -37,17 +37,18 @@ def constants(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
     held = list(program.consts) if isinstance(program, core.ClosedJaxpr) else []
     for eqn in program.eqns:
         held += [atom.val for atom in eqn.invars if isinstance(atom, core.Literal)]
-        for inner in _jaxprs_in(eqn.params):
+        for inner in jaxprs_in(eqn.params):
             held += constants(inner)
     return held
 
 
-def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+def jaxprs_in(value: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    """Yields the jaxprs among an equation's parameters, not those inside of them."""
     if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _jaxprs_in(item)
+            yield from jaxprs_in(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _jaxprs_in(item)
+            yield from jaxprs_in(item)

@@ -66,7 +66,7 @@ def split_of(function, weight, batch):
     if jnp.issubdtype(batch.dtype, jnp.floating):
         batch = batch.astype(jnp.float32)
     loss = lambda w, x: jnp.sum(jnp.sin(function(w, x)))  # noqa: E731
-    return _sum.Split.of(loss, weight, (batch, None), Trainable.of(None))
+    return _sum.Split.of(loss, weight, (batch, None), Trainable.of(None), len(batch))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -78,22 +78,26 @@ def test_a_layer_agrees_with_the_derivative(name):
     factors = np.array([0.5, 0.0, 1.0, 0.25, 0.1], np.float32)
     nothing = _factors.Roundoff(0.0, 0.0, 1, 0.0)
 
-    def per_example(layer, *arrays):
-        return jax.vmap(lambda *arrays: layer.gradients(split.leaves, *arrays)[0])(*arrays)
+    def probed(results, rows):
+        plan = dataclasses.replace(split.plan, product={}, gram={})
+        object.__setattr__(plan, "results_probed", lambda number: results)
+        chosen = dataclasses.replace(split, plan=plan)
+        _, (captured,), (gradients,) = _sum._backward(chosen, rows, len(factors))
+        return captured, gradients
 
     @jax.jit
     def compute(rows):
-        _, (captured,), (cotangents,) = _sum._backward(split, rows, len(factors))
-        grads = [
-            per_example(one, captured, cotangents) for one in (AnyOperation(layer.site), layer)
-        ]
+        _, gradients = probed(False, rows)
+        (wanted,) = gradients.operands
         if kind is AnyOperation:
-            return grads
-        part = layer.factors(captured, cotangents[0])
+            return wanted, wanted
+        captured, gradients = probed(True, rows)
+        part = layer.factors(captured, gradients.results[0])
+        found = wanted if layer.one_hot else layer.weight_gradient(layer.product(part))
         squared, _ = _factors.gram([part], roundoff=nothing, exponent=-40)
         halves = layer.weighted_sum(part, factors, block=2, exponent=-40)
         total = sums.ExactSum.from_halves(split.treedef, [halves], -40, split.leaves)
-        return *grads, part, squared, layer.weight_gradient(total.floats())
+        return wanted, found, part, squared, layer.weight_gradient(total.floats())
 
     wanted, found, *others = compute(split.rows)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

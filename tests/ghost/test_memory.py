@@ -43,11 +43,12 @@ def test_the_language_model():
     assert per_example_gradients(clipping, net.loss, params, batch, large)
 
 
+@pytest.mark.usefixtures("by_gram")
 def test_the_image_network():
     net = models.cifar10_cnn()
     params = jax.eval_shape(net.init, jax.random.key(0))
     batch = (jnp.zeros((13, 32, 32, 3)), jnp.zeros(13, int))
-    large = 9 * 64 * 128
+    large = 9 * 128 * 128
     assert not per_example_gradients(ghost, net.loss, params, batch, large)
     assert per_example_gradients(clipping, net.loss, params, batch, large)
 
@@ -67,6 +68,32 @@ def test_stacked_layers():
     assert per_example_gradients(clipping, loss, params, batch, large)
     paths = {p.name: p.path for p in ghost.explain(loss, params, batch)}
     assert paths == {"['b']": "explicit", "['w']": "gram"}
+
+
+def test_what_a_model_computes_again_is_not_kept():
+    """With `jax.checkpoint` around each layer, activations inside the layers take no memory."""
+    layers, width, positions, rows = 6, 32, 512, 4
+
+    def layer(h, p):
+        wide = jnp.tanh(h @ p["into"])
+        return h + jnp.sin(wide) @ p["out"], None
+
+    params = {
+        "into": jnp.ones((layers, width, 8 * width)),
+        "out": jnp.ones((layers, 8 * width, width)),
+    }
+    batch = jnp.ones((rows, positions, width))
+
+    def temporary(layer) -> int:
+        loss = lambda p, x: jnp.sum(jax.lax.scan(layer, x, p)[0] ** 2)  # noqa: E731
+        clipped = jax.jit(ghost.clipped_grad(loss, l2_clip_norm=1.0).__call__)
+        lowered = clipped.lower(params, batch, jnp.zeros(rows, bool))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    kept = 4 * rows * positions * 8 * width
+    plain, again = temporary(layer), temporary(jax.checkpoint(layer, prevent_cse=False))
+    assert plain - again > layers * kept / 2
+    assert again < 6 * kept
 
 
 def test_explain_names_every_parameter_and_its_path(capsys):

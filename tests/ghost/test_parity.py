@@ -84,9 +84,9 @@ def test_equals_explicit_gradients(name):
     for module in modules:
         found, stats = clipped(module, loss, *single, clip=wanted.clip)
         assert relative_error(found, wanted.total) < 1e-5
-        # The norm used for clipping is an upper bound, and a tight one.
+        # The norm used for clipping is that of the sum itself, or a tight upper bound of it.
         ratio = np.asarray(stats.unprivatized_norms / wanted.norms)[:-1]
-        assert np.all(ratio > 1 - 1e-6)
+        assert np.all(ratio > 1 - 3e-6)
         assert np.all(ratio < 1 + 1e-4)
 
 

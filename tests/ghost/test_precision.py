@@ -12,6 +12,15 @@ from mirrordp.privacy import clipping, ghost
 from mirrordp.privacy.ghost import _factors, _sides, _sum
 
 
+@pytest.fixture(autouse=True, params=["wide", "short"])
+def _arithmetic(request, by_gram, monkeypatch):
+    """Every test runs with Gram matrices in float64, and of shortened vectors as on a GPU."""
+    monkeypatch.setitem(_factors.SHORTENS, "cpu", request.param == "short")
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
 def bilinear(weight, example):
     """Has the gradient Σ_t left_t ⊗ right_t, whatever the weight."""
     left, right = example
@@ -45,6 +54,7 @@ def test_a_contribution_never_exceeds_the_clip_norm(module, scale):
             assert np.linalg.norm(np.asarray(total, np.float64)) <= clip * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("_arithmetic", ["wide"], indirect=True)
 def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     """The same search finds the fault if norms are summed in float32 without a margin."""
     monkeypatch.setattr(_sides, "wide_dtype", lambda: jnp.float32)
@@ -58,6 +68,46 @@ def test_a_float32_gram_matrix_would_let_an_example_pass(monkeypatch):
     )
     compiled.cache_clear()
     assert worst > 1 + 1e-3
+
+
+def rounded_down(positions: int, size: float = 1.0):
+    """Returns vectors whose entries all lose almost half a unit of 11 bits, towards zero."""
+    entry = size * (1 + 2.0**-11 - 2.0**-20)
+    shapes = ((1, positions, 90), (1, positions, 60))
+    return tuple(np.full(shape, entry, np.float32) for shape in shapes)
+
+
+def norm_bound(example) -> tuple[float, float]:
+    """Returns the norm of an example's gradient as found by ghost clipping, and in float64."""
+    clipped = ghost.clipped_grad(bilinear, l2_clip_norm=1.0)
+    found = clipped.with_stats(jnp.zeros((90, 60)), example, jnp.zeros(1, bool))[1]
+    left, right = (np.asarray(side[0], np.float64) for side in example)
+    return float(found.unprivatized_norms[0]), float(np.linalg.norm(left.T @ right))
+
+
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e8])
+def test_a_norm_is_never_found_too_small(size):
+    """And hardly too large: rounding to 11 bits costs less than a hundredth."""
+    rng = np.random.default_rng(0)
+    spread_out = tuple(
+        (size * rng.normal(size=side.shape) * np.exp(4 * rng.normal(size=side.shape))).astype(
+            np.float32
+        )
+        for side in rounded_down(40)
+    )
+    for example in (rounded_down(2, size), rounded_down(40, size), spread_out):
+        found, true = norm_bound(example)
+        assert true * (1 - 1e-6) <= found <= 1.01 * true
+
+
+@pytest.mark.parametrize("_arithmetic", ["short"], indirect=True)
+def test_shortened_vectors_alone_would_find_it_too_small(monkeypatch):
+    shortened = _sides.shortened
+    careless = lambda side: (found := shortened(side))._replace(lost=0 * found.lost)  # noqa: E731
+    monkeypatch.setattr(_factors, "shortened", careless)
+    monkeypatch.setattr(_factors, "_gram_roundoff", lambda parts: 0.0)
+    found, true = norm_bound(rounded_down(40))
+    assert found < true * (1 - 2.0**-12)
 
 
 def test_half_precision_models_obey_the_bound():
@@ -229,6 +279,7 @@ def test_rows_that_cancel_leave_the_others_alone(positions):
         assert np.linalg.norm(with_it - without) <= clip * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("_arithmetic", ["wide"], indirect=True)
 def test_no_margin_would_let_both_pass(monkeypatch):
     """The same rows find the fault if the rounding is assumed to have its usual size."""
 

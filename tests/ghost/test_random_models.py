@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 
 from mirrordp.privacy import ghost
-from mirrordp.privacy.ghost import _plan
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")
 
@@ -259,10 +258,10 @@ def random_model(seed):
 
 @pytest.mark.parametrize("path", ["gram", "cheaper"])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_clipped_per_example_gradients(seed, path, monkeypatch):
+def test_equals_clipped_per_example_gradients(seed, path, request):
     """Weights of this size rarely prefer Gram matrices, so half of the tests force them."""
     if path == "gram":
-        monkeypatch.setattr(_plan, "_prefers_gram", lambda layers: True)
+        request.getfixturevalue("by_gram")
     with jax.enable_x64(True):
         loss, params, batch = random_model(10 * seed + (path == "gram"))
         params, batch = jax.tree.map(jnp.asarray, (params, batch))

@@ -1,22 +1,24 @@
-"""The clipped sum without per-example gradients in memory, derived from the jaxpr.
+"""The clipped sum at about the price of an ordinary gradient, derived from the jaxpr.
 
 `clipped_grad` has the contract of `mirrordp.clipped_grad`, for any loss function and without the
 model's cooperation. For a batch it takes four steps:
 
-1. One forward pass and one backward pass to the outputs of the layers (not to the weights).
-2. Each example's squared gradient norm, weight by weight, from layer inputs and cotangents.
+1. One forward pass and one backward pass: to the outputs of some layers, to the weights of others.
+2. Each example's squared gradient norm, weight by weight: from the inputs and cotangents of a
+   layer, by Gram matrices, or of the gradient itself where it is cheaper to form it.
 3. Clip factors c_i = min(1, C / (norm_i + bound on the rounding of step 4)).
-4. Σ_i c_i G_i, as ordinary training computes a weight's gradient, from the scaled cotangents: a few
-   examples at a time, and these blocks are added up exactly.
+4. Σ_i c_i G_i, of the gradients that were formed, or as ordinary training computes a weight's
+   gradient, from scaled cotangents: a few examples at a time, and all of it is added up exactly.
 
-A parameter whose use is not recognised gets explicit per-example gradients, but no other does. A
-loss whose structure is not recognised (a `while` loop over parameters and data, parameters that are
-not floats, no dependence on the example) is left to `mirrordp.privacy.clipping` as a whole.
+Which is cheaper depends on sizes and on the machine (`_cost`). A parameter whose use is not
+recognised always has its gradients formed, in JAX's own way. A loss whose structure is not
+recognised (a `while` loop over parameters and data, parameters that are not floats, no dependence
+on the example) is left to `mirrordp.privacy.clipping` as a whole.
 `explain` prints the path that each parameter takes.
 
-`_tracing` separates parameters from data, `_layers` has a class for each kind of layer, `_plan`
-chooses the path of each parameter, `_sides` and `_factors` have the mathematics of norms and sums,
-and `_sum` carries out the four steps.
+`_tracing` separates parameters from data, `_layers` has a class for each kind of layer, `_cost` and
+`_plan` choose the path of each parameter, `_sides` and `_factors` have the mathematics of norms and
+sums, `_sum` carries out the four steps, and `_memory` says how many examples fit at a time.
 """
 
 import functools
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 from mirrordp._warn import warn
 from mirrordp.privacy import clipping
 from mirrordp.privacy.clipping import ClippedGrad, Summed, checked_keys, in_microbatches
+from mirrordp.privacy.ghost import _memory
 from mirrordp.privacy.ghost._explain import ParameterPath as ParameterPath, explain, leaf_names
 from mirrordp.privacy.ghost._sum import Split, clipped_sum
 from mirrordp.privacy.ghost._tracing import UnrecognisedError
@@ -52,6 +55,8 @@ def clipped_grad(
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
     Arguments, result and guarantees are those of `mirrordp.clipped_grad`; time and memory differ.
+    Without a `microbatch_size`, as many examples are taken at a time as fit into the device's
+    memory by the traced program's own account (`_memory`).
     Where a large parameter is not recognised and takes explicit per-example gradients, a warning
     says so.
     """
@@ -67,18 +72,20 @@ def clipped_grad(
         if oracle.takes_key:
             keys = checked_keys(loss_fn, keys, count)
         clipping.check_isolated(loss_fn, params, chosen, batch, keys)
-        at_a_time = min(count, microbatch_size or count)
+        at_a_time = count if microbatch_size is None else min(count, microbatch_size)
         part = chosen.part(params)
         try:
-            split = Split.of(loss_fn, params, (batch, keys), chosen)
+            split = Split.of(loss_fn, params, (batch, keys), chosen, at_a_time)
         except UnrecognisedError as error:
             _warn_if_large("all parameters", jax.tree.leaves(part), at_a_time, str(error))
             return oracle.exact_sum(params, batch, is_padding, keys=keys)
+        if microbatch_size is None:
+            split = _memory.fitted(split)
         for leaf in split.plan.explicit:
             name, reason = leaf_names(part)[leaf], split.plan.reason(leaf)
-            _warn_if_large(name, [split.leaves[leaf]], at_a_time, reason)
+            _warn_if_large(name, [split.leaves[leaf]], split.microbatch_size, reason)
         run = functools.partial(clipped_sum, split, l2_clip_norm=l2_clip_norm)
-        return in_microbatches(run, split.rows, is_padding, microbatch_size)
+        return in_microbatches(run, split.rows, is_padding, split.microbatch_size)
 
     return ClippedGrad(exact_sum, oracle.l2_clip_norm, oracle.takes_key)
 

@@ -12,7 +12,10 @@ output. There are two ways to ‖G_i‖², and the cheaper one is taken:
 
 The terms of a Gram sum cancel, so they are added in float64. The *spread* S = Σ_t ‖L_t‖·‖R_t‖ is
 computed with it: any computation of Σ_t L_t ⊗ R_t in lower precision errs by at most
-(T roundoffs)·S, which is added to the norm before clipping.
+(T roundoffs)·S, which is added to the norm before clipping. On a GPU, Gram matrices are those of
+vectors L', R' that were shortened first (`_sides.shortened`), and what this leaves out is measured:
+
+    ‖Σ_t L_t ⊗ R_t‖ ≤ ‖Σ_t L'_t ⊗ R'_t‖ + Σ_t (‖L_t − L'_t‖ ‖R_t‖ + ‖L'_t‖ ‖R_t − R'_t‖).
 
 The clipped sum Σ_i c_i G_i is a matrix product over positions *and* examples, whose rounding
 couples examples. It is therefore computed in blocks of a few examples, b, and the blocks are added
@@ -40,15 +43,18 @@ from jax import lax
 from mirrordp.privacy import sums
 from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.clipping import scaled
-from mirrordp.privacy.ghost._sides import OneHot, Side, Vectors, inner
+from mirrordp.privacy.ghost._sides import RUN, OneHot, Side, Vectors, inner, is_short, shortened
 
 Array = jax.Array
 
 DISTURBANCE = 2.0**-7
 """How far an example may change the rounding of others, as a share of C."""
 
-AT_A_TIME = 2**26
-"""The blocks of a sum are formed in groups of this many numbers (256 MiB in float32)."""
+SHORTENS = {"gpu": True}
+"""The backends on which Gram matrices of shortened vectors are worth their margin."""
+
+AT_A_TIME = {"cpu": 2**26, "gpu": 2**28}
+"""The blocks of a sum are formed in groups of this many numbers (256 MiB, 1 GiB in float32)."""
 
 
 class Factors(NamedTuple):
@@ -104,6 +110,9 @@ def roundoff(positions: int, batch_size: int, unit: float, shortened: float) -> 
     block = 1
     while block < batch_size and disturbance(block + 1) <= DISTURBANCE:
         block += 1
+    # Blocks that leave no rest need no copy with rows of zeros at the end.
+    even = max(size for size in range(1, block + 1) if batch_size % size == 0)
+    block = even if 3 * even >= 2 * block else block
     return Roundoff(relative(block) + shortened, spread, block, disturbance(block))
 
 
@@ -138,25 +147,62 @@ def gram(parts: Sequence[Factors], *, roundoff: Roundoff, exponent: int) -> tupl
 
 
 def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[Array, Array]:
-    spread = functools.reduce(jnp.add, [_spread(part) for part in parts])
-    total = jnp.zeros_like(spread)
-    for number, one in enumerate(parts):
-        for other in parts[: number + 1]:
-            product = inner(one.left, other.left) * inner(one.right, other.right)
-            total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
-    total += _gram_roundoff(parts) * spread**2
-    # Written so that a NaN stays one, which `maximum` would not promise.
-    norm = jnp.sqrt(jnp.where(total < 0, 0.0, total))
+    spread = _spread(parts)
+    if _shortens(parts):
+        norm = _shortened_norm(parts)
+    else:
+        norm = _norm([(part, 1.0) for part in parts], _gram_roundoff(parts) * spread**2)
     underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
     underflow += grain * sum(map(_truncations, parts))
     norm, least = norm + roundoff.own * spread, roundoff.spread * spread
     return jnp.where(norm < least, least, norm) ** 2, underflow
 
 
+def _norm(parts: Sequence[tuple[Factors, Array | float]], error: Array) -> Array:
+    """Returns sqrt(‖Σ_parts scale · Σ_t L_t ⊗ R_t‖² + error), [B], by Gram matrices."""
+    total = error
+    for number, (one, scale) in enumerate(parts):
+        for other, its_scale in parts[: number + 1]:
+            product = inner(one.left, other.left) * inner(one.right, other.right)
+            product *= scale * its_scale
+            total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
+    # Written so that a NaN stays one, which `maximum` would not promise.
+    return jnp.sqrt(jnp.where(total < 0, 0.0, total))
+
+
+def _shortened_norm(parts: Sequence[Factors]) -> Array:
+    """Returns a bound on ‖Σ_parts Σ_t L_t ⊗ R_t‖ by Gram matrices of shortened vectors."""
+    shorts = [tuple(map(shortened, part)) for part in parts]
+    lengths = [
+        (part.left.lengths(), left.lost, part.right.lengths(), right.lost)
+        for part, (left, right) in zip(parts, shorts, strict=True)
+    ]
+    spread = _over_positions([(x + dx) * (y + dy) for x, dx, y, dy in lengths])
+    lost = _over_positions([dx * y + (x + dx) * dy for x, dx, y, dy in lengths])
+    rounded = [(Factors(left.side, right.side), left.scale * right.scale) for left, right in shorts]
+    error = _gram_roundoff([part for part, _ in rounded]) * spread**2
+    return _norm(rounded, error) + lost
+
+
+def _shortens(parts: Sequence[Factors]) -> bool:
+    """Returns whether Gram matrices are those of shortened vectors."""
+    sides = [side for part in parts for side in part if not isinstance(side, OneHot)]
+    return SHORTENS.get(jax.default_backend(), False) and all(
+        side.positions > 1 and side.array.dtype.itemsize <= 4 for side in sides
+    )
+
+
 def _gram_roundoff(parts: Sequence[Factors]) -> float:
-    """Bounds the rounding of the Gram sums themselves: of inner products, and of adding them."""
+    """Bounds the rounding of the Gram sums themselves: of inner products, and of adding them.
+
+    A matrix unit that adds in float32 may truncate, which loses twice as much as rounding.
+    """
     terms = sum(side.entries for side in parts[0]) + sum(part.right.positions for part in parts)
-    return terms * float(jnp.finfo(wide_dtype()).eps) / 2
+    found = terms * float(jnp.finfo(wide_dtype()).eps) / 2
+    for side in (0, 1):
+        if any(is_short(part[side]) for part in parts):
+            found += 1.01 * min(RUN, max(part[side].entries for part in parts)) * 2.0**-23
+    return found
 
 
 def _underflow(part: Factors) -> Array:
@@ -180,10 +226,15 @@ def _truncations(part: Factors) -> float:
     return rows[0].positions * math.sqrt(rows[0].entries)
 
 
-def _spread(part: Factors) -> Array:
-    """sqrt(Σ_groups (Σ_t ‖L_t‖ ‖R_t‖)²)."""
-    per_group = (part.left.lengths() * part.right.lengths()).sum(axis=-1)
-    return jnp.sqrt((per_group**2).sum(axis=-1))
+def _spread(parts: Sequence[Factors]) -> Array:
+    """Σ_parts sqrt(Σ_groups (Σ_t ‖L_t‖ ‖R_t‖)²)."""
+    return _over_positions([part.left.lengths() * part.right.lengths() for part in parts])
+
+
+def _over_positions(terms: Sequence[Array]) -> Array:
+    """Bounds the norm of sums of terms with these norms, each [B, G, T]; [B]."""
+    per_part = [jnp.sqrt((term.sum(axis=-1) ** 2).sum(axis=-1)) for term in terms]
+    return functools.reduce(jnp.add, per_part)
 
 
 def product(part: Factors, precision: lax.Precision) -> Array:
@@ -199,34 +250,47 @@ def product(part: Factors, precision: lax.Precision) -> Array:
     return jnp.concatenate(products, axis=-2)
 
 
+def without_weightless(part: Factors, weights: Array) -> Factors:
+    """Returns factors in which examples of weight zero are zero: 0 · NaN is not."""
+
+    def one_side(side: Side) -> Side:
+        return side if isinstance(side, OneHot) else side.holding(scaled(side.array, weights > 0))
+
+    return Factors(*map(one_side, part))
+
+
 def block_sum(
     part: Factors, weights: Array, *, precision: lax.Precision, block: int, exponent: int
 ) -> sums.Halves:
     """Returns Σ_i c_i G_i, [G, K, N], as halves of integers and without forming the G_i.
 
-    Examples of weight zero do not take part whatever they hold, because 0 · NaN is not 0.
-
     Args:
-        part: the factors.
+        part: the factors, which must be finite (see `without_weightless`).
         weights: c_i.
         precision: of the products.
         block: the number of examples whose products are added in floating point.
         exponent: log₂ of the grain.
     """
-    assert not isinstance(part.left, OneHot)
-    assert isinstance(part.right, Vectors)
-    right = _in_blocks(scaled(part.right.values, weights), block)
+    left, right = part
+    assert not isinstance(left, OneHot)
+    assert isinstance(right, Vectors)
+    # The smaller side is scaled, because that makes a copy.
+    if left.array.size < right.array.size:
+        left = left.holding(scaled(left.array, weights))
+    else:
+        right = right.holding(scaled(right.array, weights))
+    right = _in_blocks(right.array, block)
 
     def some(left: Array, right: Array) -> sums.Halves:
         return sums.halves(_product("mbgtk,mbgtn->mgkn", left, right, precision), exponent)
 
     def piece(left: Array) -> Array:
         """Both halves, [2, G, K, N] in int32, because a side's pieces are one array each."""
-        left = _in_blocks(scaled(left, weights > 0), block)
+        left = _in_blocks(left, block)
         high, low = _added_up(some, left, right)
         return jnp.stack([high, lax.bitcast_convert_type(low, jnp.int32)])
 
-    high, low = jnp.concatenate(part.left.pieces(piece), axis=-2)
+    high, low = jnp.concatenate(left.pieces(piece), axis=-2)
     return high, lax.bitcast_convert_type(low, jnp.uint32)
 
 
@@ -254,7 +318,8 @@ def scattered_sum(part: Factors, weights: Array, *, rows: int, exponent: int) ->
 def _added_up(some, left: Array, right: Array) -> sums.Halves:
     """Returns `some(left, right)` over all blocks, a few blocks at a time."""
     blocks, _, groups, _, entries = left.shape
-    at_a_time = max(1, AT_A_TIME // (groups * entries * right.shape[-1]))
+    room = AT_A_TIME.get(jax.default_backend(), AT_A_TIME["cpu"])
+    at_a_time = max(1, room // (groups * entries * right.shape[-1]))
     if blocks <= at_a_time:
         return some(left, right)
     left, right = (_in_blocks(array, at_a_time) for array in (left, right))

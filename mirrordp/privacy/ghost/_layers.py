@@ -26,6 +26,9 @@ from mirrordp.privacy.ghost._tracing import Site
 
 Array = jax.Array
 
+MANY_POSITIONS = 32
+"""From so many positions on, an iteration's product is worth the sum of two gradients."""
+
 
 class Axes(NamedTuple):
     """The axes of the weight that each side spans, in order, and those that are groups."""
@@ -55,16 +58,13 @@ class Layer(abc.ABC):
     def recognises(cls, site: Site) -> bool:
         """Returns whether a site is a layer of this kind."""
 
-    def gradients(
-        self, weights: Sequence[Array], captured: Sequence[Array], cotangents: Sequence[Array]
-    ) -> list[Array]:
-        """Returns one example's gradient with respect to the site's PARAM operands."""
-        _, pull = jax.vjp(lambda weights: self.site.applied()(weights, list(captured)), weights)
-        (gradients,) = pull(list(cotangents))
-        return gradients
+    @property
+    def by_factors(self) -> bool:
+        """Whether G_i is better formed from factors than by JAX's own derivative."""
+        return False
 
     def operations(self) -> int:
-        """Returns about how many operations `gradients` takes."""
+        """Returns about how many operations one example's gradient takes."""
         arrays = (*self.site.param_shapes, *self.site.out_shapes)
         return 2 * math.prod(self.site.loops) * max(math.prod(array.shape) for array in arrays)
 
@@ -128,6 +128,17 @@ class OuterProducts(Layer):
         right = self.weight.size // (self.num_groups * left)
         positions = loops * self.site.out_shapes[0].size // (self.num_groups * right)
         return Sizes(positions, left, right, stacks * self.num_groups)
+
+    @property
+    def by_factors(self) -> bool:
+        # In a loop, JAX would add up whole gradients, one iteration's few positions at a time.
+        loops = math.prod(self._loops[1])
+        return loops > 1 and self.sizes.positions < MANY_POSITIONS * loops
+
+    @property
+    def overlap(self) -> int:
+        """How many patches an entry of the layer's input is in, about."""
+        return 1
 
     @property
     def precision(self) -> lax.Precision:
@@ -197,15 +208,6 @@ class OuterProducts(Layer):
         first = len(lead)
         return gradient.transpose(*range(first), *(first + int(i) for i in np.argsort(order)))
 
-    def gradients(
-        self, weights: Sequence[Array], captured: Sequence[Array], cotangents: Sequence[Array]
-    ) -> list[Array]:
-        if self.one_hot:
-            return super().gradients(weights, captured, cotangents)
-        part = self.factors([array[None] for array in captured], cotangents[0][None])
-        gradient = self.weight_gradient(self.product(part)[0])
-        return [gradient.astype(weights[0].dtype)]
-
     def operations(self) -> int:
         positions, left, right, groups = self.sizes
         return 2 * groups * positions * left * right
@@ -271,6 +273,16 @@ class Convolution(OuterProducts):
         )
 
     @property
+    def by_factors(self) -> bool:
+        # JAX's derivative for each example is a convolution with as many groups as examples.
+        return True
+
+    @property
+    def overlap(self) -> int:
+        window = math.prod(self.weight.shape[i] for i in self.axes.left[:-1])
+        return max(1, window // math.prod(self.site.params["window_strides"]))
+
+    @property
     def axes(self) -> Axes:
         # The output axis runs over the groups and over the outputs of each.
         out, inputs, *window = self.site.params["dimension_numbers"].rhs_spec
@@ -324,6 +336,10 @@ class Lookup(OuterProducts):
     """A lookup of whole rows of a table, as in an embedding."""
 
     one_hot = True
+
+    @property
+    def by_factors(self) -> bool:
+        return False
 
     @classmethod
     def recognises(cls, site: Site) -> bool:

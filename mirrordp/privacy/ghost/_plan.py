@@ -4,6 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mirrordp.privacy.ghost import _cost, _factors
+from mirrordp.privacy.ghost._cost import Machine, Task
 from mirrordp.privacy.ghost._layers import Layer, OuterProducts, layer_at
 from mirrordp.privacy.ghost._tracing import Program
 
@@ -42,8 +48,9 @@ class Plan:
     unused: tuple[int, ...]
 
     @staticmethod
-    def of(program: Program) -> "Plan":
-        """Chooses the path of every leaf of a program."""
+    def of(program: Program, batch_size: int, machine: Machine | None = None) -> "Plan":
+        """Chooses the path of every leaf of a program, for batches of this size on this machine."""
+        machine = machine or _cost.machine()
         layers = tuple(map(layer_at, program.sites))
         gram, product, explicit, unused = {}, {}, [], []
         for leaf in range(program.num_leaves):
@@ -57,15 +64,21 @@ class Plan:
                 continue
             swaps = _common_layout(found)
             uses = tuple(map(Use, numbers, found, swaps or [False] * len(found)))
-            if swaps and _prefers_gram(found):
+            if swaps and _prefers_gram(task_of(found, batch_size), machine):
                 gram[leaf] = uses
-            elif len(uses) == 1 and not found[0].one_hot:
+            elif len(uses) == 1:
                 product[leaf] = uses[0]
-            elif swaps and any(layer.one_hot for layer in found):
-                gram[leaf] = uses
             else:
                 explicit.append(leaf)
         return Plan(layers, gram, product, tuple(explicit), tuple(unused))
+
+    def results_probed(self, number: int) -> bool:
+        """Returns whether a site needs the cotangent of its result, not of its PARAM operands."""
+        return self.by_gram(number) or self.layers[number].by_factors
+
+    def by_gram(self, number: int) -> bool:
+        """Returns whether a site's parameter has Gram matrices."""
+        return any(use.number == number for uses in self.gram.values() for use in uses)
 
     def reason(self, leaf: int) -> str:
         """Returns in words why a leaf takes explicit gradients."""
@@ -74,7 +87,54 @@ class Plan:
                 if isinstance(layer, OuterProducts):
                     return f"behind a function of parameters, before {layer.site.name}"
                 return f"enters through {layer.site.name}"
+        uses = [layer for layer in self.layers if leaf in layer.site.leaves]
+        if _common_layout(list(filter(_has_factors, uses))):
+            return "used several times, and cheaper than Gram matrices"
         return "used several times in layouts that differ"
+
+
+def task_of(layers: Sequence[OuterProducts], batch_size: int) -> Task:
+    """Returns the sizes of a parameter's gradients, for the layers that use it."""
+    first = layers[0].sizes
+    return Task(
+        examples=batch_size,
+        positions=sum(layer.sizes.positions for layer in layers),
+        left=first.left,
+        right=first.right,
+        groups=first.groups,
+        inputs=first.left // layers[0].overlap,
+        block=sum_roundoff(layers, batch_size).block,
+        width=max(jnp.dtype(layer.weight.dtype).itemsize for layer in layers),
+        picked=all(layer.one_hot for layer in layers),
+    )
+
+
+def sum_roundoff(layers: Sequence[OuterProducts], batch_size: int) -> _factors.Roundoff:
+    """Bounds the rounding of Σ_i c_i Σ_t L_t ⊗ R_t as it is computed, for the uses of a weight.
+
+    With u the unit roundoff (twice that where matrix units truncate), n products of rounded factors
+    that are added in any order err by less than (n + 2)·u of the sum of their sizes, to first
+    order. A matrix unit that shortens both inputs to b bits adds (1 + 2⁻ᵇ)² − 1: 11 bits are left
+    by TF32 on a GPU, 8 by bfloat16 on a TPU. Lookups are summed as integers: only the product with
+    the clip factor is rounded, and blocks do not matter.
+    """
+    backend = jax.default_backend()
+    positions = sum(layer.sizes.positions for layer in layers)
+    wide = all(
+        jnp.promote_types(layer.site.out_shapes[0].dtype, jnp.float32) == jnp.float64
+        for layer in layers
+    )
+    unit = 2.0**-53 if wide else 2.0**-24
+    if backend != "cpu":
+        unit *= 2
+    products = [layer for layer in layers if not layer.one_hot]
+    if not products:
+        return _factors.Roundoff(own=3 * unit, spread=0.0, block=batch_size, disturbance=0.0)
+    shortens = any(layer.precision is not lax.Precision.HIGHEST for layer in products)
+    shortened = 0.0
+    if not wide and backend != "cpu" and shortens:
+        shortened = (1 + 2.0 ** -(8 if backend == "tpu" else 11)) ** 2 - 1
+    return _factors.roundoff(positions, batch_size, unit, shortened)
 
 
 def _has_factors(layer: Layer) -> TypeGuard[OuterProducts]:
@@ -82,10 +142,10 @@ def _has_factors(layer: Layer) -> TypeGuard[OuterProducts]:
     return isinstance(layer, OuterProducts) and layer.site.views[0] is not None
 
 
-def _prefers_gram(layers: Sequence[OuterProducts]) -> bool:
-    """Returns whether Gram matrices over all positions hold fewer numbers than the gradient."""
-    positions = sum(layer.sizes.positions for layer in layers)
-    return 2 * positions**2 <= layers[0].sizes.left * layers[0].sizes.right
+def _prefers_gram(task: Task, machine: Machine) -> bool:
+    """Returns whether Gram matrices are cheaper than forming each example's gradient."""
+    by_gram, by_product = _cost.gram_cost(task, machine), _cost.product_cost(task, machine)
+    return _cost.price(by_gram, machine) <= _cost.price(by_product, machine)
 
 
 def _common_layout(layers: Sequence[OuterProducts]) -> list[bool] | None:

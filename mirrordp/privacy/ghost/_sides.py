@@ -4,8 +4,10 @@ A side holds T vectors of K entries for each of B examples and each of G groups 
 comes in three forms: vectors as they are, one-hot vectors (a lookup), or the patches of an image (a
 convolution). Each form knows its number of `positions` T, the number of `entries` of a vector that
 may differ from zero, and the `lengths` of all vectors, [B, G, T]. `pieces` applies a function to
-the vectors [B, G, T, K], in pieces along K. Lengths and inner products are taken in float64, in the
-cheapest way for each form.
+the vectors [B, G, T, K], in pieces along K. Lengths are taken in float64, and inner products of all
+vectors with each other in the cheapest way for each form: in float64, or (`shortened`) of vectors
+that were rounded to 11 bits before, where the hardware multiplies those much faster. Then the
+products are exact, they are added in float32 in runs of `RUN` entries and the runs in float64.
 """
 
 import dataclasses
@@ -23,8 +25,11 @@ from mirrordp.privacy._float64 import wide_dtype
 
 Array = jax.Array
 
-PIECE = 2**15
+PIECE = {"cpu": 2**15, "gpu": 2**18}
 """The patches of a convolution are formed in pieces of this many numbers per example."""
+
+RUN = 256
+"""The products of shortened numbers are added in float32 this many at a time."""
 
 
 class Vectors(NamedTuple):
@@ -42,6 +47,13 @@ class Vectors(NamedTuple):
 
     def lengths(self) -> Array:
         return jnp.sqrt((wide(self.values) ** 2).sum(axis=-1))
+
+    @property
+    def array(self) -> Array:
+        return self.values
+
+    def holding(self, array: Array) -> "Vectors":
+        return Vectors(array)
 
     def pieces(self, function: Callable[[Array], Array]) -> list[Array]:
         return [function(self.values)]
@@ -93,6 +105,13 @@ class Patches:
     def entries(self) -> int:
         return math.prod(self.window) * self.pixels.shape[-1]
 
+    @property
+    def array(self) -> Array:
+        return self.pixels
+
+    def holding(self, array: Array) -> "Patches":
+        return dataclasses.replace(self, pixels=array)
+
     def lengths(self) -> Array:
         squares = (wide(self.pixels) ** 2).sum(axis=-1)
         for axis in reversed(range(len(self.window))):
@@ -128,8 +147,9 @@ class Patches:
         only where a row of the window is too large for a piece.
         """
         rank = len(self.window)
+        room = PIECE.get(jax.default_backend(), PIECE["cpu"])
         shift = max(1, math.prod((*self.pixels.shape[1:3], *self.out, self.pixels.shape[-1])))
-        rows = PIECE // (shift * math.prod(self.window[1:]))
+        rows = room // (shift * math.prod(self.window[1:]))
 
         def stacked(parts: list[Array]) -> Array:
             return jnp.stack(parts, axis=3 + rank)
@@ -152,7 +172,7 @@ class Patches:
 
         if not rows:
             offsets = list(np.ndindex(*self.window))
-            cuts = [functools.partial(shifts, some) for some in _chunks(offsets, PIECE // shift)]
+            cuts = [functools.partial(shifts, some) for some in _chunks(offsets, room // shift)]
             return self.pixels, cuts
         source = self.pixels
         for axis in reversed(range(1, rank)):
@@ -166,6 +186,50 @@ class Patches:
 
 
 Side: TypeAlias = Vectors | OneHot | Patches
+
+
+class Shortened(NamedTuple):
+    """A side whose numbers were rounded to 11 bits: scale · side, and what that left out.
+
+    Attributes:
+        side: the rounded vectors, in float16; or a side as it was, with a scale of one.
+        scale: a power of two for each example and group, [B, G, 1, 1].
+        lost: the lengths of what rounding left out, [B, G, T].
+    """
+
+    side: Side
+    scale: Array
+    lost: Array
+
+
+def shortened(side: Side) -> Shortened:
+    """Rounds a side's vectors to 11 bits.
+
+    The largest number of an example is scaled to [2¹⁴, 2¹⁵), so that numbers which are 2²⁹ times
+    smaller still have all bits. Nothing is assumed about the rounding: `lost` is measured.
+    """
+    if isinstance(side, OneHot):
+        ones = jnp.ones((*side.ones.shape[:2], 1, 1), wide_dtype())
+        return Shortened(side, ones, jnp.zeros(side.ones.shape, wide_dtype()))
+    array = lax.convert_element_type(side.array, jnp.float32)
+    largest = jnp.abs(array).max(axis=tuple(range(2, array.ndim)), keepdims=True)
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 15, -110, 113)
+    # Not `astype(float16)` and back, which the compiler is free to leave out.
+    rounded = lax.reduce_precision(array * _power_of_two(-exponent), 5, 10)
+    lost = array - rounded * _power_of_two(exponent)
+    scale = wide(_power_of_two(exponent)).reshape(*array.shape[:2], 1, 1)
+    short = lax.convert_element_type(rounded, jnp.float16)
+    return Shortened(side.holding(short), scale, side.holding(lost).lengths())
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """Returns 2^exponent in float32, exactly, for exponents of normal numbers."""
+    return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def is_short(side: Side) -> bool:
+    """Returns whether a side's vectors are in float16 because they were shortened."""
+    return not isinstance(side, OneHot) and side.array.dtype == jnp.float16
 
 
 def inner(one: Side, other: Side) -> Array:
@@ -184,12 +248,40 @@ def inner(one: Side, other: Side) -> Array:
         return wide(jnp.where(one.ones[..., :, None] >= 0, picked, 0))
     if isinstance(one, Patches) and isinstance(other, Patches) and _prefers_pixels(one, other):
         return _pixel_products(one, other)
-    ours, theirs = (jnp.concatenate(side.pieces(wide), axis=-1) for side in (one, other))
+    ours, theirs = (
+        jnp.concatenate(side.pieces(lambda piece: piece), axis=-1) for side in (one, other)
+    )
     if ours.shape[2] == theirs.shape[2] == 1:
         # A single position: a fused reduction, where a batch of tiny products would be slow.
         return (wide(ours) * wide(theirs)).sum(axis=-1, keepdims=True)
-    # Without an explicit precision, `jax.default_matmul_precision` may shorten even float64.
-    return jnp.einsum("bgtk,bgsk->bgts", wide(ours), wide(theirs), precision="highest")
+    return _products("bgtk,bgsk->bgts", ours, theirs)
+
+
+def _products(formula: str, one: Array, other: Array) -> Array:
+    """Returns products that are summed over the last axis of both, in float64.
+
+    Shortened numbers are added in float32, in runs of `RUN`.
+    """
+    if not one.dtype == other.dtype == jnp.float16:
+        # Without an explicit precision, `jax.default_matmul_precision` may shorten even float64.
+        return jnp.einsum(formula, wide(one), wide(other), precision="highest")
+    extra = -one.shape[-1] % RUN if one.shape[-1] > RUN else 0
+    run = min(one.shape[-1], RUN)
+
+    def in_runs(array: Array) -> Array:
+        array = jnp.pad(array, (*((0, 0),) * (array.ndim - 1), (0, extra)))
+        return array.reshape(*array.shape[:-1], -1, run)
+
+    inputs, output = formula.split("->")
+    left, right = (part[:-1] + "z" + part[-1] for part in inputs.split(","))
+    found = jnp.einsum(
+        f"{left},{right}->z{output}",
+        in_runs(one),
+        in_runs(other),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    return wide(found).sum(axis=0)
 
 
 def _prefers_pixels(one: Patches, other: Patches) -> bool:
@@ -206,8 +298,8 @@ def _pixel_products(one: Patches, other: Patches) -> Array:
     """
     x, y = one.pixels, other.pixels
     rank = len(one.window)
-    flat = lambda array: wide(array.reshape(*array.shape[:2], -1, array.shape[-1]))  # noqa: E731
-    products = jnp.einsum("bgpc,bgqc->bgpq", flat(x), flat(y), precision="highest")
+    flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])  # noqa: E731
+    products = _products("bgpc,bgqc->bgpq", flat(x), flat(y))
     products = products.reshape(*x.shape[:-1], *y.shape[2:-1])
     for axis in reversed(range(rank)):
         # Axes: B, G, n, spatial..., m, spatial...

@@ -1,7 +1,7 @@
 """The clipped sum of a microbatch: backward pass, norms, clip factors and weighted sums."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,18 @@ from mirrordp.privacy import clipping, sums
 from mirrordp.privacy.clipping import ClipStats, Summed, with_key
 from mirrordp.privacy.ghost import _factors, _tracing
 from mirrordp.privacy.ghost._layers import OuterProducts
-from mirrordp.privacy.ghost._plan import Plan
-from mirrordp.privacy.ghost._tracing import Program
+from mirrordp.privacy.ghost._plan import Plan, sum_roundoff
+from mirrordp.privacy.ghost._tracing import Probes, Program
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import LossFn, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A loss function over flat lists: trainable leaves, constants, and a batch's rows."""
+    """A loss function over flat lists: trainable leaves, constants, and a batch's rows.
+
+    The plan is one for microbatches of `microbatch_size` rows.
+    """
 
     program: Program
     plan: Plan
@@ -28,9 +31,16 @@ class Split:
     constants: list[jax.Array]
     rows: list[jax.Array]
     treedef: Any
+    microbatch_size: int
 
     @staticmethod
-    def of(loss_fn: LossFn, params: Params, batch: PyTree, trainable: Trainable) -> "Split":
+    def of(
+        loss_fn: LossFn,
+        params: Params,
+        batch: PyTree,
+        trainable: Trainable,
+        microbatch_size: int,
+    ) -> "Split":
         """Traces a loss function and chooses the path of every trainable leaf.
 
         Args:
@@ -38,6 +48,7 @@ class Split:
             params: all parameters.
             batch: a batch and the keys of its examples (or None).
             trainable: which parameters are trained.
+            microbatch_size: the number of rows that are taken at a time.
 
         Raises:
             UnrecognisedError: if the loss cannot be split into sites.
@@ -66,7 +77,12 @@ class Split:
         rows = [jnp.asarray(row) for row in rows]
         shapes = [jax.ShapeDtypeStruct(row.shape[1:], row.dtype) for row in rows]
         program = _tracing.trace(flat_loss, leaves, constants, shapes)
-        return Split(program, Plan.of(program), leaves, constants, rows, treedef)
+        plan = Plan.of(program, microbatch_size)
+        return Split(program, plan, leaves, constants, rows, treedef, microbatch_size)
+
+    def in_microbatches_of(self, size: int) -> "Split":
+        """Returns the same loss with a plan for microbatches of another size."""
+        return dataclasses.replace(self, plan=Plan.of(self.program, size), microbatch_size=size)
 
 
 def clipped_sum(
@@ -83,12 +99,23 @@ def clipped_sum(
 
     if batch_size == 0:
         return summed(jnp.zeros(0), jnp.zeros(0))
-    losses, captured, cotangents = _backward(split, rows, batch_size)
-    uses = (*(use for uses in plan.gram.values() for use in uses), *plan.product.values())
-    layers = {use.number: use.layer for use in uses}
-    parts = {n: layer.factors(captured[n], cotangents[n][0]) for n, layer in layers.items()}
-    products = {n: layer.product(parts[n]) for n, layer, _ in plan.product.values()}
-    explicit = _explicit_gradients(split, captured, cotangents) if plan.explicit else []
+    losses, captured, probed = _backward(split, rows, batch_size)
+    parts = {
+        n: layer.factors(captured[n], probed[n].results[0])
+        for n, layer in enumerate(plan.layers)
+        if isinstance(layer, OuterProducts) and probed[n].results
+    }
+
+    def at_operands(number: int) -> Sequence[jax.Array]:
+        """Per-example gradients of a site's PARAM operands."""
+        if number not in parts:
+            return probed[number].operands
+        layer = plan.layers[number]
+        assert isinstance(layer, OuterProducts)
+        return [layer.weight_gradient(layer.product(parts[number]))]
+
+    products = {leaf: at_operands(use.number)[0] for leaf, use in plan.product.items()}
+    explicit = _explicit_gradients(split, at_operands) if plan.explicit else []
     # The norm is that of the very numbers that are summed: nothing is computed twice.
     products, explicit = lax.optimization_barrier((products, explicit))
 
@@ -113,21 +140,54 @@ def clipped_sum(
         taken=taken,
     )
 
-    weight_sums = {
-        n: layer.weighted_sum(parts[n], factors, block=roundoffs[leaf].block, exponent=exponent)
-        for leaf, shared in plan.gram.items()
-        for n, layer, _ in shared
-    } | {n: sums.halves(clipping.scaled(g, factors), exponent) for n, g in products.items()}
-    for number, halves in weight_sums.items():
-        leaf, total = _leaf_sum(split, layers[number], halves)
-        found[leaf] = sums.added(found[leaf], total)
-    for leaf, gradient in zip(plan.explicit, explicit, strict=True):
-        found[leaf] = sums.halves(clipping.scaled(gradient, factors), exponent)
+    if plan.gram:
+        by_gram = _weighted_sums(split, parts, norms, factors, roundoffs, exponent)
+        found = [by_gram.get(leaf, nothing) for leaf, nothing in enumerate(found)]
+    gradients = products | dict(zip(plan.explicit, explicit, strict=True))
+    for leaf, gradient in gradients.items():
+        halves = sums.halves(clipping.scaled(gradient, factors), exponent)
+        # One after the other: the compiler would make a few slow programs of all sums together.
+        halves, factors = lax.optimization_barrier((halves, factors))
+        use = plan.product.get(leaf)
+        found[leaf] = halves if use is None else _in_leaf_layout(split, use.layer, halves)
     return summed(losses, norms)
 
 
+def _weighted_sums(
+    split: Split,
+    parts: dict[int, _factors.Factors],
+    norms: jax.Array,
+    factors: jax.Array,
+    roundoffs: dict[int, _factors.Roundoff],
+    exponent: int,
+) -> dict[int, sums.Halves]:
+    """Returns Σ_i c_i G_i of all leaves with Gram matrices, in the leaves' own layouts."""
+    used = {use.number for uses in split.plan.gram.values() for use in uses}
+
+    def add_up(parts: dict[int, _factors.Factors]) -> dict[int, sums.Halves]:
+        found = {}
+        for leaf, uses in split.plan.gram.items():
+            for number, layer, _ in uses:
+                halves = layer.weighted_sum(
+                    parts[number], factors, block=roundoffs[leaf].block, exponent=exponent
+                )
+                high, low = map(layer.weight_gradient, halves)
+                total = _in_leaf_layout(split, layer, (high, low))
+                found[leaf] = sums.added(found[leaf], total) if leaf in found else total
+        return found
+
+    def without_the_others(parts: dict[int, _factors.Factors]) -> dict[int, sums.Halves]:
+        return add_up({n: _factors.without_weightless(part, factors) for n, part in parts.items()})
+
+    # An example whose gradient is not finite has weight zero, but 0 · NaN is not zero. There are
+    # rarely any, and without them no copy is made of what is large.
+    is_finite = jnp.isfinite(norms).all()
+    parts = {number: parts[number] for number in used}
+    return lax.cond(is_finite, add_up, without_the_others, parts)
+
+
 def _backward(split: Split, rows: list[jax.Array], batch_size: int):
-    """Returns losses, captured operands and cotangents of all sites, example by example.
+    """Returns losses, captured operands and gradients of all probes, example by example.
 
     The probes are made inside the map over examples. Given from outside they would force their
     batch axis on the layers' outputs, and a scan's outputs (time first) would be transposed.
@@ -135,23 +195,36 @@ def _backward(split: Split, rows: list[jax.Array], batch_size: int):
     program = split.program
 
     def one_example(rows):
-        probes = [
-            [jnp.zeros(shape.shape, shape.dtype) for shape in site.probe_shapes()]
-            for site in program.sites
-        ]
+        probes = probes_of(split)
         forward = lambda probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
         loss, pull, captured = jax.vjp(forward, probes, has_aux=True)
-        (cotangents,) = pull(jnp.ones_like(loss))
-        return loss, captured, cotangents
+        (gradients,) = pull(jnp.ones_like(loss))
+        return loss, captured, gradients
 
     return jax.vmap(one_example, axis_size=batch_size)(rows)
 
 
-def _explicit_gradients(split: Split, captured, cotangents) -> list[jax.Array]:
+def probes_of(split: Split) -> list[Probes]:
+    """Returns the zeros that are added at each site, for one example."""
+
+    def zeros(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+    return [
+        Probes(results=zeros(site.result_shapes()))
+        if split.plan.results_probed(number)
+        else Probes(operands=zeros(site.operand_shapes()))
+        for number, site in enumerate(split.program.sites)
+    ]
+
+
+def _explicit_gradients(
+    split: Split, at_operands: Callable[[int], Sequence[jax.Array]]
+) -> list[jax.Array]:
     """Returns per-example gradients [B, *leaf.shape] of the leaves that have no better path."""
     program, plan = split.program, split.plan
     used = [
-        (number, layer)
+        number
         for number, layer in enumerate(plan.layers)
         if not layer.site.leaves.isdisjoint(plan.explicit)
     ]
@@ -161,25 +234,18 @@ def _explicit_gradients(split: Split, captured, cotangents) -> list[jax.Array]:
         for leaf, value in zip(plan.explicit, chosen, strict=True):
             leaves[leaf] = value
         everything = program.operands(leaves, split.constants)
-        return [everything[number] for number, _ in used]
+        return [everything[number] for number in used]
 
     values, pull = jax.vjp(operands, [split.leaves[leaf] for leaf in plan.explicit])
-
-    def one_example(captured, cotangents):
-        weights = [
-            layer.gradients(value, inputs, deltas)
-            for (_, layer), value, inputs, deltas in zip(
-                used, values, captured, cotangents, strict=True
-            )
-        ]
-        (gradients,) = pull(weights)
-        return gradients
-
-    return jax.vmap(one_example)([captured[n] for n, _ in used], [cotangents[n] for n, _ in used])
+    gradients = [
+        [found.astype(value.dtype) for found, value in zip(at_operands(number), of, strict=True)]
+        for number, of in zip(used, values, strict=True)
+    ]
+    return jax.vmap(pull)(gradients)[0]
 
 
-def _leaf_sum(split: Split, layer: OuterProducts, halves: sums.Halves) -> tuple[int, sums.Halves]:
-    """Returns the leaf of a layer's weight, and a sum [G, K, N] in the layout of that leaf.
+def _in_leaf_layout(split: Split, layer: OuterProducts, halves: sums.Halves) -> sums.Halves:
+    """Returns a sum in the layout of the leaf of a layer's weight.
 
     The sum is rearranged only: where the model casts a weight to fewer bits, a transposed cast
     would round the sum, and a contribution could exceed the clip norm.
@@ -187,33 +253,5 @@ def _leaf_sum(split: Split, layer: OuterProducts, halves: sums.Halves) -> tuple[
     view = layer.site.views[0]
     assert view is not None
     shape = split.leaves[view.leaf].shape
-    high, low = (view.restored(layer.weight_gradient(half), shape) for half in halves)
-    return view.leaf, (high, low)
-
-
-def sum_roundoff(layers: Sequence[OuterProducts], batch_size: int) -> _factors.Roundoff:
-    """Bounds the rounding of Σ_i c_i Σ_t L_t ⊗ R_t as it is computed, for the uses of a weight.
-
-    With u the unit roundoff (twice that where matrix units truncate), n products of rounded factors
-    that are added in any order err by less than (n + 2)·u of the sum of their sizes, to first
-    order. A matrix unit that shortens both inputs to b bits adds (1 + 2⁻ᵇ)² − 1: 11 bits are left
-    by TF32 on a GPU, 8 by bfloat16 on a TPU. Lookups are summed as integers: only the product with
-    the clip factor is rounded, and blocks do not matter.
-    """
-    backend = jax.default_backend()
-    positions = sum(layer.sizes.positions for layer in layers)
-    wide = all(
-        jnp.promote_types(layer.site.out_shapes[0].dtype, jnp.float32) == jnp.float64
-        for layer in layers
-    )
-    unit = 2.0**-53 if wide else 2.0**-24
-    if backend != "cpu":
-        unit *= 2
-    products = [layer for layer in layers if not layer.one_hot]
-    if not products:
-        return _factors.Roundoff(own=3 * unit, spread=0.0, block=batch_size, disturbance=0.0)
-    shortens = any(layer.precision is not lax.Precision.HIGHEST for layer in products)
-    shortened = 0.0
-    if not wide and backend != "cpu" and shortens:
-        shortened = (1 + 2.0 ** -(8 if backend == "tpu" else 11)) ** 2 - 1
-    return _factors.roundoff(positions, batch_size, unit, shortened)
+    high, low = (view.restored(half, shape) for half in halves)
+    return high, low

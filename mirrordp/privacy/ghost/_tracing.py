@@ -7,11 +7,15 @@ The loss of *one* example is traced to a jaxpr, and every value in it is one of 
     PARAM   depends on trainable parameters only
     BATCH   depends on the example (and perhaps on parameters)
 
-An equation that takes a PARAM and a BATCH operand is a *site*. A zero probe is added to each of its
-results. Under `vmap` over examples, one backward pass with respect to the probes yields every
-site's cotangent, example by example; from those and the BATCH operands everything else follows:
+An equation that takes a PARAM and a BATCH operand is a *site*, and example i's gradient is
 
     ∂ℓ_i/∂θ = Σ_sites (∂W/∂θ)ᵀ (∂site/∂W)ᵀ δ_i,        W(θ) the site's PARAM operand.
+
+Zeros are added in one of two places, and one backward pass under `vmap` over examples finds their
+gradients. Zeros added to a site's results (`Probes.results`) yield δ_i, from which, with the BATCH
+operands, everything else follows. Zeros added to its PARAM operands (`Probes.operands`) yield
+(∂site/∂W)ᵀ δ_i as JAX computes it, and nothing is kept for it: neither δ_i, nor a BATCH operand
+that `jax.checkpoint` would rather compute again.
 
 The jaxpr is interpreted three times, always in the same order, so that sites can be numbered: to
 find the sites, to compute their PARAM operands as a function of the parameters (`operands`), and to
@@ -30,8 +34,8 @@ from jax.extend import core
 
 from mirrordp.privacy._jaxprs import bind, called
 
-INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
-SHIFTS = {"add": 1, "add_any": 1, "sub": -1}
+CHECKPOINTS = {"checkpoint", "remat", "remat2"}
+INLINED = {"jit", "pjit", "closed_call", "core_call", *CHECKPOINTS}
 
 
 class Kind(enum.Enum):
@@ -106,8 +110,6 @@ class Site:
         name: the primitive's name, or "lift" where a PARAM becomes a loop's first carry or is what
             an iteration returns.
         params: the primitive's parameters.
-        apply: `apply(param_operands, other_operands) -> list of outputs` for one example and one
-            loop iteration; only the outputs that carry gradients.
         views: the View of each PARAM operand, or None.
         leaves: the parameter leaves that the PARAM operands depend on.
         param_positions: which operands of the equation are PARAM.
@@ -115,13 +117,11 @@ class Site:
         loops: lengths of the enclosing scans, outermost first.
         varies: for each PARAM operand and loop, whether iterations see different parameters; the
             operand then has an axis for that loop.
-        out_shapes: shape and dtype of the outputs, without loop axes.
-        captures: which operands are captured for use after the backward pass.
+        out_shapes: shape and dtype of the outputs that carry gradients, without loop axes.
     """
 
     name: str
     params: dict[str, Any]
-    apply: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     views: tuple[View | None, ...]
     leaves: frozenset[int]
     param_positions: tuple[int, ...]
@@ -129,21 +129,33 @@ class Site:
     loops: tuple[int, ...]
     varies: tuple[tuple[bool, ...], ...]
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    captures: tuple[int, ...]
 
-    def applied(self) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-        """Returns `apply` mapped over the loop axes."""
-        fun = self.apply
-        for depth in reversed(range(len(self.loops))):
-            axes = [0 if varies[depth] else None for varies in self.varies]
-            fun = jax.vmap(fun, in_axes=(axes, 0), out_axes=0, axis_size=self.loops[depth])
-        return fun
+    def operand_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shapes of the PARAM operands, with an axis for each loop they differ in."""
+        return tuple(
+            jax.ShapeDtypeStruct(
+                tuple(n for n, differs in zip(self.loops, varies, strict=True) if differs)
+                + param.shape,
+                param.dtype,
+            )
+            for param, varies in zip(self.param_shapes, self.varies, strict=True)
+        )
 
-    def probe_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the probes for one example."""
+    def result_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shapes of the results, with an axis for each loop."""
         return tuple(
             jax.ShapeDtypeStruct(self.loops + out.shape, out.dtype) for out in self.out_shapes
         )
+
+
+class Probes(NamedTuple):
+    """Zeros that are added to a site's PARAM operands or to its results; the other list is empty.
+
+    The gradients that a backward pass finds for them have the same form.
+    """
+
+    operands: Sequence[Any] = ()
+    results: Sequence[jax.Array] = ()
 
 
 class UnrecognisedError(Exception):
@@ -163,7 +175,7 @@ class Program:
 
     def operands(self, leaves: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list:
         """Returns the PARAM operands of every site, differentiable with respect to the leaves."""
-        run = _Interpreter(mode=_Mode.OPERANDS)
+        run = _Interpreter(_Mode.OPERANDS)
         num_batch = len(self.jaxpr.jaxpr.invars) - len(leaves) - len(constants)
         run.program(self, leaves, constants, [None] * num_batch)
         return [list(operands) for operands in run.operands]
@@ -173,10 +185,13 @@ class Program:
         leaves: Sequence[jax.Array],
         constants: Sequence[jax.Array],
         example: Sequence[jax.Array],
-        probes: Sequence[Sequence[jax.Array]],
+        probes: Sequence[Probes],
     ) -> tuple[jax.Array, list]:
-        """Returns the loss of one example with probes added, and each site's captured operands."""
-        run = _Interpreter(mode=_Mode.FORWARD, probes=probes)
+        """Returns the loss of one example with probes added, and each site's BATCH operands.
+
+        Operands are returned only where a site's results are probed.
+        """
+        run = _Interpreter(_Mode.FORWARD, probes, self.sites)
         loss = run.program(self, leaves, constants, example)
         return loss.value, run.captured
 
@@ -196,7 +211,7 @@ def trace(
     if outputs != [((), True)]:
         raise UnrecognisedError("the loss is not one real number")
     program = Program(jaxpr, len(leaves), ())
-    run = _Interpreter(mode=_Mode.OPERANDS)
+    run = _Interpreter(_Mode.OPERANDS)
 
     def record(leaves, constants):
         result = run.program(program, leaves, constants, [None] * len(example))
@@ -216,13 +231,19 @@ class _Mode(enum.Enum):
 class _Interpreter:
     """One walk over a program; see the module's docstring for the two modes."""
 
-    def __init__(self, mode: _Mode, probes: Sequence[Sequence[jax.Array]] = ()):
+    def __init__(
+        self,
+        mode: _Mode,
+        probes: Sequence[Probes] = (),
+        sites: Sequence[Site] = (),
+        loops: tuple[int, ...] = (),
+    ):
         self.mode = mode
         self.probes = probes
-        self.sites: list[Site] = []
+        self.sites = list(sites)
+        self.loops = loops
         self.operands: list[tuple] = []
         self.captured: list[tuple] = []
-        self.loops: tuple[int, ...] = ()
 
     def program(self, program: Program, leaves, constants, example) -> Value:
         inputs = [
@@ -256,6 +277,8 @@ class _Interpreter:
         if Kind.PARAM not in kinds:
             kind = Kind.BATCH if Kind.BATCH in kinds else Kind.CONST
             return self.plain(eqn, inputs, kind)
+        if name in CHECKPOINTS and self.mode is _Mode.FORWARD and Kind.BATCH in kinds:
+            return self.checkpoint(eqn, inputs)
         if name in INLINED:
             inner, consts = called(eqn)
             return self.jaxpr(inner, [Value(Kind.CONST, const) for const in consts], inputs)
@@ -287,51 +310,22 @@ class _Interpreter:
         ]
 
     def site(self, eqn, inputs: list[Value]) -> list[Value]:
-        positions = tuple(i for i, v in enumerate(inputs) if v.kind is Kind.PARAM)
-        wanted = tuple(
-            i for i, var in enumerate(eqn.outvars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)
-        )
-        shift = SHIFTS.get(eqn.primitive.name)
-
-        def apply(params: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            if shift is not None:
-                # d(x + w)/dw does not need x.
-                signed = params[0] if positions[0] == 0 or shift > 0 else -params[0]
-                return [jnp.broadcast_to(signed, eqn.outvars[0].aval.shape)]
-            params_iter, others_iter = iter(params), iter(others)
-            operands = [
-                next(params_iter) if i in positions else next(others_iter)
-                for i in range(len(eqn.invars))
-            ]
-            outputs = bind(eqn, operands)
-            return [outputs[i] for i in wanted]
-
-        others = tuple(i for i in range(len(inputs)) if i not in positions)
         return self._meet(
             name=eqn.primitive.name,
             params=eqn.params,
-            apply=apply,
             inputs=inputs,
-            positions=positions,
-            captures=() if shift is not None else others,
             evaluate=lambda values: bind(eqn, values),
             out_avals=[var.aval for var in eqn.outvars],
-            wanted=wanted,
         )
 
     def lift(self, value: Value) -> Value:
         """Makes a PARAM value a BATCH one, by a site whose only operand is the parameter."""
-        aval = jax.typeof(value.value)
         (lifted,) = self._meet(
             name="lift",
             params={},
-            apply=lambda params, others: [params[0]],
             inputs=[value],
-            positions=(0,),
-            captures=(),
-            evaluate=lambda values: [values[0]],
-            out_avals=[aval],
-            wanted=(0,) if jnp.issubdtype(aval.dtype, jnp.inexact) else (),
+            evaluate=lambda values: values,
+            out_avals=[jax.typeof(value.value)],
         )
         return lifted
 
@@ -339,9 +333,9 @@ class _Interpreter:
         """Makes BATCH values of all PARAM values that enter or leave the body of a loop."""
         return [self.lift(value) if value.kind is Kind.PARAM else value for value in values]
 
-    def _meet(
-        self, *, name, params, apply, inputs, positions, captures, evaluate, out_avals, wanted
-    ) -> list[Value]:
+    def _meet(self, *, name, params, inputs, evaluate, out_avals) -> list[Value]:
+        positions = [i for i, value in enumerate(inputs) if value.kind is Kind.PARAM]
+        wanted = [i for i, a in enumerate(out_avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
         if self.mode is _Mode.OPERANDS:
             given = [inputs[i] for i in positions]
             self.operands.append(tuple(v.value for v in given))
@@ -349,10 +343,9 @@ class _Interpreter:
                 Site(
                     name=name,
                     params=params,
-                    apply=apply,
                     views=tuple(v.view for v in given),
                     leaves=frozenset().union(*(v.leaves for v in given)),
-                    param_positions=positions,
+                    param_positions=tuple(positions),
                     param_shapes=tuple(_shape(v.value) for v in given),
                     loops=self.loops,
                     varies=tuple(
@@ -361,22 +354,50 @@ class _Interpreter:
                     out_shapes=tuple(
                         jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in wanted
                     ),
-                    captures=captures,
                 )
             )
             return [Value(Kind.BATCH, None) for _ in out_avals]
-        number = len(self.captured)
+        probes = self.probes[len(self.captured)]
         values = [value.value for value in inputs]
-        self.captured.append(tuple(values[i] for i in captures))
+        others = [values[i] for i in range(len(values)) if i not in positions]
+        self.captured.append(tuple(others) if probes.results else ())
+        if probes.operands:
+            for i, probe in zip(positions, probes.operands, strict=True):
+                values[i] = values[i] + probe
         outputs = list(evaluate(values))
-        for i, probe in zip(wanted, self.probes[number], strict=True):
-            outputs[i] = outputs[i] + probe
+        if probes.results:
+            for i, probe in zip(wanted, probes.results, strict=True):
+                outputs[i] = outputs[i] + probe
         return [Value(Kind.BATCH, output) for output in outputs]
+
+    def inner(self, probes: Sequence[Probes], loops: tuple[int, ...]) -> "_Interpreter":
+        """Returns an interpreter for a part of the program that begins at the next site."""
+        return _Interpreter(self.mode, probes, self.sites[len(self.captured) :], loops)
+
+    def checkpoint(self, eqn, inputs: list[Value]) -> list[Value]:
+        """Interprets a function whose intermediate values are computed again when needed."""
+        body, consts = called(eqn)
+        found: list[Value] = []
+
+        def run(values):
+            inner = self.inner(self.probes[len(self.captured) :], self.loops)
+            given = [of._replace(value=value) for of, value in zip(inputs, values, strict=True)]
+            outputs = inner.jaxpr(body, [Value(Kind.CONST, const) for const in consts], given)
+            found[:] = [output._replace(value=None) for output in outputs]
+            return [output.value for output in outputs], inner.captured
+
+        again = jax.checkpoint(
+            run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+        )
+        outputs, captured = again([value.value for value in inputs])
+        self.captured.extend(captured)
+        return [of._replace(value=output) for of, output in zip(found, outputs, strict=True)]
 
     def scan(self, eqn, inputs: list[Value]) -> list[Value]:
         """Interprets a loop with parameters among its constants or among what it goes over.
 
-        The sites inside it are probed at every iteration.
+        The sites inside it are probed at every iteration, except that operands which are the same
+        in all iterations have one probe.
         """
         num_consts, num_carry = _scan_arity(eqn)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
@@ -386,36 +407,65 @@ class _Interpreter:
             value if value.kind is Kind.PARAM else value._replace(kind=Kind.BATCH)
             for value in inputs[num_consts + num_carry :]
         ]
+        loops = (*self.loops, length)
         if self.mode is _Mode.OPERANDS:
-            sites, operands = _sites_of_body(body, consts, num_carry, rest, (*self.loops, length))
+            sites, operands = _sites_of_body(body, consts, num_carry, rest, loops)
             self.sites += sites
             self.operands += operands
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
 
         first = len(self.captured)
-        num_sites = _count_sites(body, consts, num_carry, rest, length)
-        probes = [list(p) for p in self.probes[first : first + num_sites]]
+        last = first + _count_sites(body, consts, num_carry, rest, length)
+        probes, sites = self.probes[first:last], self.sites[first:last]
+        stacked, whole = _by_iteration(probes, sites, depth=len(self.loops))
         body_consts = [Value(Kind.CONST, const) for const in body.consts]
 
         def step(state, inputs):
-            xs, probes = inputs
-            inner = _Interpreter(_Mode.FORWARD, probes)
+            xs, slices = inputs
+            inner = self.inner(_joined(slices, whole), loops)
             values = [Value(Kind.BATCH, value) for value in state]
             values += [Value(of.kind, value) for of, value in zip(rest, xs, strict=True)]
             outputs = inner.lifted(inner.jaxpr(body.jaxpr, body_consts, [*consts, *values]))
             outputs = [output.value for output in outputs]
             return outputs[:num_carry], (outputs[num_carry:], inner.captured)
 
-        state, (stacked, captured) = jax.lax.scan(
+        state, (results, captured) = jax.lax.scan(
             step,
             [jnp.asarray(value.value) for value in carry],
-            ([value.value for value in rest], probes),
+            ([value.value for value in rest], stacked),
             length=length,
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
         self.captured.extend(captured)
-        return [Value(Kind.BATCH, value) for value in [*state, *stacked]]
+        return [Value(Kind.BATCH, value) for value in [*state, *results]]
+
+
+def _by_iteration(
+    probes: Sequence[Probes], sites: Sequence[Site], depth: int
+) -> tuple[list[Probes], list[Probes]]:
+    """Parts the probes of a loop's sites: those with an axis for the loop, and the others.
+
+    Each part has None in place of what is in the other one.
+    """
+    stacked, whole = [], []
+    for probe, site in zip(probes, sites, strict=True):
+        differs = [varies[depth] for varies in site.varies] if probe.operands else []
+        pairs = list(zip(probe.operands, differs, strict=True))
+        stacked.append(Probes([value if own else None for value, own in pairs], probe.results))
+        whole.append(Probes([None if own else value for value, own in pairs]))
+    return stacked, whole
+
+
+def _joined(stacked: Sequence[Probes], whole: Sequence[Probes]) -> list[Probes]:
+    """Puts the two parts of probes together again."""
+    return [
+        Probes(
+            [a if b is None else b for a, b in zip(one.operands, other.operands, strict=True)],
+            one.results,
+        )
+        for one, other in zip(stacked, whole, strict=True)
+    ]
 
 
 def _holds_while(eqn) -> bool:
@@ -446,8 +496,7 @@ def _sites_of_body(
     A PARAM in the body is the same in all iterations, or a function of slices of what the loop goes
     over. In the second case the operand gets a leading axis for the loop.
     """
-    inner = _Interpreter(_Mode.OPERANDS)
-    inner.loops = loops
+    inner = _Interpreter(_Mode.OPERANDS, loops=loops)
     depth = len(loops) - 1
     body_consts = [Value(Kind.CONST, const) for const in body.consts]
     over = [value for value in rest if value.kind is Kind.PARAM]
