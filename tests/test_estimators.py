@@ -1,6 +1,8 @@
 """The closed-form descent against its oracles, and the estimators against their contract."""
 
+import dataclasses
 import re
+import tracemalloc
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -21,6 +23,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import mirrordp
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.linear import _inputs, descent, estimators, tuning
+from mirrordp.linear._planning import Scaling
 from mirrordp.linear.descent import ClippedSum, Rows
 from mirrordp.linear.estimators import (
     PrivateLinearRegression,
@@ -1330,3 +1333,19 @@ def test_docstrings_name_every_parameter():
             assert f"        {name}: " in cls.__doc__
         assert "privacy_: " in cls.__doc__
     assert estimators.METHODS == ("auto", "exact", "dpsgd")
+
+
+def test_scaled_rows_and_their_norms_take_no_second_copy(monkeypatch):
+    x = np.random.default_rng(0).normal(size=(3000, 100))
+    scaling = Scaling.of(x, intercept=True, row_norm_bound=None, stays_sparse=False)
+    scaling = dataclasses.replace(scaling, basis=np.linalg.qr(np.ones((101, 101)) + np.eye(101))[0])
+    whole = Rows(scaling(x), np.zeros((len(x), 1)))
+    monkeypatch.setattr(descent, "_BLOCK_NUMBERS", 2**14)
+    tracemalloc.start()
+    rows = Rows(scaling(x), np.zeros((len(x), 1)))
+    norms = rows.norms
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_allclose(rows.features, whole.features, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(norms, whole.norms, rtol=1e-12)
+    assert peak < 1.5 * x.nbytes

@@ -837,3 +837,11 @@ def test_numbers_that_a_line_describes_are_not_offered(tmp_path, effect):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         learn(tmp_path, coded(effect))
+
+
+def test_batches_of_wide_tables_have_fewer_rows(tmp_path, monkeypatch):
+    # A batch of text must not take more memory because a table has many columns.
+    monkeypatch.setattr("mirrordp.tables.files._BATCH_CELLS", 12)
+    path = tmp_path / "wide.csv"
+    path.write_text("a,b,c,d,e\n" + "1,2,3,4,5\n" * 5)
+    assert [len(batch) for batch in read_batches(path)] == [2, 2, 1]

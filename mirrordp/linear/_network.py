@@ -11,7 +11,7 @@ import optax
 
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.linear._planning import Scaling
-from mirrordp.linear.descent import Rows
+from mirrordp.linear.descent import Rows, row_blocks
 from mirrordp.mirror.families import SQUARED_ERROR, Family
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.spending.budget import Budget
@@ -192,8 +192,10 @@ def train_privately(
     if rows.counts is not None:
         weights = np.where(rows.counts, weights, 0.0)
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = (rows.features - network.shift) * network.factor
-        arrays = tuple(np.asarray(a, np.float32) for a in (scaled, rows.targets, weights))
+        scaled = np.empty(rows.features.shape, np.float32)
+        for block in row_blocks(rows.features.shape):
+            scaled[block] = (rows.features[block] - network.shift) * network.factor
+        arrays = (scaled, *(np.asarray(a, np.float32) for a in (rows.targets, weights)))
     # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
     finite = np.all([np.isfinite(a).reshape(len(rows), -1).all(axis=1) for a in arrays], axis=0)
     for array in arrays:

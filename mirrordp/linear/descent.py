@@ -38,8 +38,16 @@ from mirrordp.types import PyTree
 
 _LARGEST_NORM, _SMALLEST_NORM = 1e140, 1e-140
 _BLOCK = 4096
+_BLOCK_NUMBERS = 2**20
 # A step is taken back if the curvature exceeds 1/η by so much, and by so many standard errors.
 _TOLERANCE, _STANDARD_ERRORS = 0.25, 3.0
+
+
+def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
+    """Yields rows of a large array, at most 8 MiB at a time, which is what a temporary may take."""
+    size = max(1, _BLOCK_NUMBERS // max(shape[1], 1))
+    for start in range(0, shape[0], size):
+        yield slice(start, start + size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +111,10 @@ class Rows:
         with np.errstate(over="ignore"):
             if issparse(self.features):
                 return np.sqrt(self.features.multiply(self.features).sum(axis=1))
-            return np.linalg.norm(self.features, axis=1)
+            found = np.empty(len(self))
+            for block in row_blocks(self.features.shape):
+                found[block] = np.linalg.norm(self.features[block], axis=1)
+            return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

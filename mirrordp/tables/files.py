@@ -16,6 +16,8 @@ import numpy as np
 from mirrordp.data import UNPROTECTED
 
 _BATCH_ROWS = 65_536
+# A cell of text takes about 70 bytes, so that a batch takes some 70 MB however wide the table is.
+_BATCH_CELLS = 1_000_000
 _PARQUET_MAGIC = b"PAR1"
 
 Cells: TypeAlias = Sequence[str] | np.ndarray
@@ -82,7 +84,7 @@ def read_table(path: str | Path) -> Table:
 def read_batches(
     path: str | Path, *, private: bool = False, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[Table]:
-    """Reads a table in one or more pieces of at most `batch_rows` rows.
+    """Reads a table in one or more pieces of at most `batch_rows` rows, fewer if they are wide.
 
     A Parquet file is recognised by its first bytes. Any other file is read as UTF-8 text with a
     header line; the separator is the most frequent of comma, semicolon and tab in the header.
@@ -122,6 +124,7 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
             names = [name.strip() for name in next(reader, [])]
             _check_names(path, names, private)
+            batch_rows = min(batch_rows, max(1, _BATCH_CELLS // len(names)))
             seen = 0
             while rows := list(itertools.islice(reader, batch_rows)):
                 rows = [row for row in rows if row]
