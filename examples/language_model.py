@@ -305,7 +305,8 @@ def main():
     seconds = time.monotonic() - began
     print(f"{seconds:.0f} seconds")
     if options.out:
-        result = {"options": vars(options), "size": size, "perplexity": scores, "samples": samples}
+        files = [path and pathlib.Path(path).name for path in (options.public, options.private)]
+        result = {"files": files, "size": size, "perplexity": scores, "samples": samples}
         result |= {"seconds": seconds, "jax": jax.__version__, "report": report.to_dict()}
         result |= {"device": jax.devices()[0].device_kind, "alpha": ALPHA}
         with open(options.out, "a", encoding="utf-8") as file:
