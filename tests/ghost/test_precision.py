@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mirrordp.privacy import clipping, ghost
+from mirrordp.privacy._jaxprs import equations
 from mirrordp.privacy.ghost import _factors, _sides, _sum
 
 
@@ -134,6 +135,22 @@ def test_a_non_finite_example_never_reaches_the_sum():
             spoiled = list(batch)
             spoiled[side] = batch[side].at[2, 1, 4].set(bad)
             np.testing.assert_array_equal(clipped(weight, tuple(spoiled), none), wanted)
+
+
+def test_a_non_finite_example_changes_no_other_block():
+    """Nor the program that the others run in: another one might round them differently."""
+    rng = np.random.default_rng(0)
+    batch = tuple(rng.normal(size=(64, 20, n)).astype(np.float32) for n in (90, 60))
+    clipped = ghost.clipped_grad(bilinear, l2_clip_norm=1.0)
+    weight, nobody = jnp.zeros((90, 60)), jnp.zeros(64, bool)
+    run = jax.jit(lambda *rows: clipped.exact_sum(weight, *rows)[0])
+    spoiled = (batch[0].copy(), batch[1])
+    spoiled[0][17, 3, 5] = np.nan
+    found, wanted = run(spoiled, nobody), run(batch, jnp.arange(64) == 17)
+    np.testing.assert_array_equal(found.high, wanted.high)
+    np.testing.assert_array_equal(found.low, wanted.low)
+    program = jax.make_jaxpr(lambda *rows: clipped.exact_sum(weight, *rows)[0])(batch, nobody)
+    assert not {"cond", "while"} & {eqn.primitive.name for eqn in equations(program)}
 
 
 @pytest.mark.parametrize("positions", [2, 40], ids=["gram", "product"])

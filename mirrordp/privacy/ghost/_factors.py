@@ -250,22 +250,15 @@ def product(part: Factors, precision: lax.Precision) -> Array:
     return jnp.concatenate(products, axis=-2)
 
 
-def without_weightless(part: Factors, weights: Array) -> Factors:
-    """Returns factors in which examples of weight zero are zero: 0 · NaN is not."""
-
-    def one_side(side: Side) -> Side:
-        return side if isinstance(side, OneHot) else side.holding(scaled(side.array, weights > 0))
-
-    return Factors(*map(one_side, part))
-
-
 def block_sum(
     part: Factors, weights: Array, *, precision: lax.Precision, block: int, exponent: int
 ) -> sums.Halves:
     """Returns Σ_i c_i G_i, [G, K, N], as halves of integers and without forming the G_i.
 
+    Examples of weight zero do not take part whatever they hold, because 0 · NaN is not 0.
+
     Args:
-        part: the factors, which must be finite (see `without_weightless`).
+        part: the factors.
         weights: c_i.
         precision: of the products.
         block: the number of examples whose products are added in floating point.
@@ -274,11 +267,10 @@ def block_sum(
     left, right = part
     assert not isinstance(left, OneHot)
     assert isinstance(right, Vectors)
-    # The smaller side is scaled, because that makes a copy.
-    if left.array.size < right.array.size:
-        left = left.holding(scaled(left.array, weights))
-    else:
-        right = right.holding(scaled(right.array, weights))
+    # All examples are masked, always. Another program for batches in which all are finite would be
+    # faster, but it may round differently, and one example could change the sums of all blocks.
+    left = left.holding(scaled(left.array, weights > 0))
+    right = right.holding(scaled(right.array, weights))
     right = _in_blocks(right.array, block)
 
     def some(left: Array, right: Array) -> sums.Halves:

@@ -140,9 +140,13 @@ def clipped_sum(
         taken=taken,
     )
 
-    if plan.gram:
-        by_gram = _weighted_sums(split, parts, norms, factors, roundoffs, exponent)
-        found = [by_gram.get(leaf, nothing) for leaf, nothing in enumerate(found)]
+    for leaf, shared in plan.gram.items():
+        for n, layer, _ in shared:
+            halves = layer.weighted_sum(
+                parts[n], factors, block=roundoffs[leaf].block, exponent=exponent
+            )
+            high, low = map(layer.weight_gradient, halves)
+            found[leaf] = sums.added(found[leaf], _in_leaf_layout(split, layer, (high, low)))
     gradients = products | dict(zip(plan.explicit, explicit, strict=True))
     for leaf, gradient in gradients.items():
         halves = sums.halves(clipping.scaled(gradient, factors), exponent)
@@ -151,39 +155,6 @@ def clipped_sum(
         use = plan.product.get(leaf)
         found[leaf] = halves if use is None else _in_leaf_layout(split, use.layer, halves)
     return summed(losses, norms)
-
-
-def _weighted_sums(
-    split: Split,
-    parts: dict[int, _factors.Factors],
-    norms: jax.Array,
-    factors: jax.Array,
-    roundoffs: dict[int, _factors.Roundoff],
-    exponent: int,
-) -> dict[int, sums.Halves]:
-    """Returns Σ_i c_i G_i of all leaves with Gram matrices, in the leaves' own layouts."""
-    used = {use.number for uses in split.plan.gram.values() for use in uses}
-
-    def add_up(parts: dict[int, _factors.Factors]) -> dict[int, sums.Halves]:
-        found = {}
-        for leaf, uses in split.plan.gram.items():
-            for number, layer, _ in uses:
-                halves = layer.weighted_sum(
-                    parts[number], factors, block=roundoffs[leaf].block, exponent=exponent
-                )
-                high, low = map(layer.weight_gradient, halves)
-                total = _in_leaf_layout(split, layer, (high, low))
-                found[leaf] = sums.added(found[leaf], total) if leaf in found else total
-        return found
-
-    def without_the_others(parts: dict[int, _factors.Factors]) -> dict[int, sums.Halves]:
-        return add_up({n: _factors.without_weightless(part, factors) for n, part in parts.items()})
-
-    # An example whose gradient is not finite has weight zero, but 0 · NaN is not zero. There are
-    # rarely any, and without them no copy is made of what is large.
-    is_finite = jnp.isfinite(norms).all()
-    parts = {number: parts[number] for number in used}
-    return lax.cond(is_finite, add_up, without_the_others, parts)
 
 
 def _backward(split: Split, rows: list[jax.Array], batch_size: int):
