@@ -158,6 +158,18 @@ def test_large_explicit_gradients_are_announced(monkeypatch):
     assert warned(size=5) == []
 
 
+def test_a_tied_weight_that_is_formed_by_choice_is_not_announced(monkeypatch):
+    monkeypatch.setattr(ghost, "LARGE", 1)
+    loss = lambda w, tokens: jnp.sum(jnp.sin(w[tokens] @ w.T))  # noqa: E731
+    batch = jnp.zeros((2, 200), int)
+    (path,) = ghost.explain(loss, jnp.ones((9, 4)), batch)
+    assert (path.path, path.reason[:18]) == ("explicit", "used several times")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped = ghost.clipped_grad(loss, l2_clip_norm=1.0)
+        jax.eval_shape(clipped, jnp.ones((9, 4)), batch, jnp.zeros(2, bool))
+
+
 def test_a_loss_that_is_not_recognised_at_all_is_announced(monkeypatch):
     loss, params, batch = PROGRAMS["fixed_point_without_gradient"]
     monkeypatch.setattr(ghost, "LARGE", 1)

@@ -82,6 +82,8 @@ def clipped_grad(
         if microbatch_size is None:
             split = _memory.fitted(split)
         for leaf in split.plan.explicit:
+            if split.plan.had_a_choice(leaf):
+                continue
             name, reason = leaf_names(part)[leaf], split.plan.reason(leaf)
             _warn_if_large(name, [split.leaves[leaf]], split.microbatch_size, reason)
         run = functools.partial(clipped_sum, split, l2_clip_norm=l2_clip_norm)

@@ -151,6 +151,7 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
     if _shortens(parts):
         norm = _shortened_norm(parts)
     else:
+        parts = [_longer(part) for part in parts]
         norm = _norm([(part, 1.0) for part in parts], _gram_roundoff(parts) * spread**2)
     underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
     underflow += grain * sum(map(_truncations, parts))
@@ -168,6 +169,17 @@ def _norm(parts: Sequence[tuple[Factors, Array | float]], error: Array) -> Array
             total += (1.0 if other is one else 2.0) * product.sum(axis=(1, 2, 3))
     # Written so that a NaN stays one, which `maximum` would not promise.
     return jnp.sqrt(jnp.where(total < 0, 0.0, total))
+
+
+def _longer(part: Factors) -> Factors:
+    """Returns factors that are not taken for shortened ones because the model has 16 bits."""
+
+    def one_side(side: Side) -> Side:
+        if isinstance(side, OneHot) or not is_short(side):
+            return side
+        return side.holding(side.array.astype(jnp.float32))
+
+    return Factors(*map(one_side, part))
 
 
 def _shortened_norm(parts: Sequence[Factors]) -> Array:

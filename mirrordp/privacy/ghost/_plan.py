@@ -87,10 +87,15 @@ class Plan:
                 if isinstance(layer, OuterProducts):
                     return f"behind a function of parameters, before {layer.site.name}"
                 return f"enters through {layer.site.name}"
-        uses = [layer for layer in self.layers if leaf in layer.site.leaves]
-        if _common_layout(list(filter(_has_factors, uses))):
+        if self.had_a_choice(leaf):
             return "used several times, and cheaper than Gram matrices"
         return "used several times in layouts that differ"
+
+    def had_a_choice(self, leaf: int) -> bool:
+        """Returns whether a leaf could have Gram matrices."""
+        uses = [layer for layer in self.layers if leaf in layer.site.leaves]
+        found = list(filter(_has_factors, uses))
+        return len(found) == len(uses) and _common_layout(found) is not None
 
 
 def task_of(layers: Sequence[OuterProducts], batch_size: int) -> Task:
