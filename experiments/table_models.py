@@ -167,7 +167,10 @@ def measured(task: str, target: np.ndarray, found: np.ndarray) -> dict[str, floa
 
 
 def table_of(found: Sequence[records.Record]) -> str:
-    """Tabulates the mean over seeds of each method, with its standard deviation."""
+    """Tabulates the mean over seeds of each method, with its standard deviation.
+
+    A method with fewer seeds than others of its row says so, and does not count as the best.
+    """
     lines = [
         f"| table | ε | measure | seeds | {' | '.join(METHODS.values())} |",
         "|---" * (4 + len(METHODS)) + "|",
@@ -185,17 +188,22 @@ def table_of(found: Sequence[records.Record]) -> str:
             for method in METHODS
         }
         means = {method: np.mean(some) for method, some in values.items() if some}
-        private = {method: mean for method, mean in means.items() if method != "boosting"}
+        seeds = max(map(len, values.values()))
+        private = {
+            method: mean
+            for method, mean in means.items()
+            if method != "boosting" and len(values[method]) == seeds
+        }
         best = min(private.values()) if metric == "rmse" else max(private.values())
         cells = []
         for method in METHODS:
             if method not in means:
                 cells.append("not run")
                 continue
-            text = f"{means[method]:{digits}}"
-            text = f"**{text}**" if means[method] == best else text
-            cells.append(f"{text} ± {np.std(values[method]):{digits}}")
-        seeds = max(map(len, values.values()))
+            text, count = f"{means[method]:{digits}}", len(values[method])
+            text = f"**{text}**" if private.get(method) == best else text
+            text += f" ± {np.std(values[method]):{digits}}" if count > 1 else ""
+            cells.append(text + (f" ({count} of {seeds} seeds)" if count < seeds else ""))
         lines.append(f"| {name} | {epsilon:g} | {metric.upper()} | {seeds} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

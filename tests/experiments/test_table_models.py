@@ -42,3 +42,13 @@ def test_the_table_marks_the_best_private_method():
     ]
     text = models.table_of(lines)
     assert "| housing | 1 | RMSE | 2 | 71 ± 1 | **61** ± 1 | not run | not run | 51 ± 1 |" in text
+
+
+def test_a_method_with_fewer_seeds_is_not_the_best():
+    lines = [
+        {"table": "housing", "epsilon": 1.0, "method": method, "seed": seed, "rmse": value}
+        for method, value, seeds in (("linear", 70.0, 2), ("trees", 60.0, 2), ("network", 50.0, 1))
+        for seed in range(seeds)
+    ]
+    text = models.table_of(lines)
+    assert "| 70 ± 0 | **60** ± 0 | 50 (1 of 2 seeds) | not run |" in text
