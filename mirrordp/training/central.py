@@ -85,7 +85,8 @@ class TrainStep:
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, kept in
             `state.average`; None keeps none.
         trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
-        microbatch_size: how many examples have their gradients in memory at a time.
+        microbatch_size: how many examples are taken at a time; by default as many as fit into the
+            device's memory.
         show_unprivatized: fills `info.unprivatized` with the batch's loss, clip fraction and size,
             which are not covered by the guarantee.
     """

@@ -114,7 +114,7 @@ def _bytes_of(arrays: Sequence[Any]) -> int:
 
 def device_memory() -> int | None:
     """Returns the bytes that programs can use on the default device, or None if it does not say."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     if jax.default_backend() != "cpu":
