@@ -199,7 +199,7 @@ def lookup_inside_a_loop():
     return loss, params, tokens()
 
 
-@model(0.78, slow={"['table']": "gather"})
+@model(0.78)
 def lookup_mapped_over_positions():
     params = {"table": normal(0, WORDS, WIDTH), "head": matrix(1, WIDTH, WORDS)}
 
@@ -555,7 +555,7 @@ def flax_nnx():
     return framework_loss(predict), nnx.to_pure_dict(state), tokens()
 
 
-@model(1.3, small=["bias", ".norm.weight"], slow={".table.weight": "gather"})
+@model(1.3, small=["bias", ".norm.weight"])
 def equinox():
     class Network(eqx.Module):
         table: eqx.nn.Embedding

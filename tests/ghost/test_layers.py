@@ -55,6 +55,13 @@ LAYERS = {
         normal(0, 3, 3, 2, 6),
         normal(1, 5, 6, 6, 4),
     ),
+    "rows by dynamic_slice": (
+        Lookup,
+        # Beyond the table, and beginning within a row: both are clipped.
+        lambda w, x: jax.vmap(lambda i: lax.dynamic_slice(w, (2 * i, i - 3), (1, 3))[0])(x),
+        normal(0, 7, 3),
+        integers(1, 7, 5, 6),
+    ),
     "lookup": (Lookup, lambda w, x: w[x], normal(0, 7, 3), integers(1, 7, 5, 6)),
     "scale": (AnyOperation, lambda w, x: x * w, normal(0, 4), normal(1, 5, 4)),
 }

@@ -352,11 +352,15 @@ class Lookup(OuterProducts):
             return False
         numbers = site.params["dimension_numbers"]
         shape, out = site.param_shapes[0].shape, site.out_shapes[0].shape
-        trailing = tuple(range(len(out) - (len(shape) - 1), len(out)))
+        starts, collapsed = tuple(numbers.start_index_map), tuple(numbers.collapsed_slice_dims)
+        trailing = tuple(range(len(out) - len(shape) + len(collapsed), len(out)))
+        # A mapped `dynamic_slice` also says where in a row to begin, which is clipped to 0 because
+        # rows are whole, and keeps the first axis.
+        clips = site.params["mode"] == lax.GatherScatterMode.CLIP
         return (
             len(shape) >= 1
-            and tuple(numbers.collapsed_slice_dims) == (0,)
-            and tuple(numbers.start_index_map) == (0,)
+            and collapsed in ((0,), ())
+            and (starts == (0,) or (clips and starts[:1] == (0,)))
             and not numbers.operand_batching_dims
             and tuple(numbers.offset_dims) == trailing
             and tuple(site.params["slice_sizes"]) == (1, *shape[1:])
@@ -368,7 +372,7 @@ class Lookup(OuterProducts):
 
     def factors_of(self, operand: Array, cotangent: Array) -> Factors:
         batch, (rows, *row) = operand.shape[0], self.weight.shape
-        index = _signed(operand).reshape(batch, 1, -1)
+        index = _signed(operand)[..., 0].reshape(batch, 1, -1)
         if self.site.params["mode"] == lax.GatherScatterMode.CLIP:
             index = jnp.clip(index, 0, rows - 1)
         # Lookups outside the table are filled with a constant: their row of the gradient is zero.
