@@ -88,9 +88,9 @@ def product_cost(task: Task, machine: Machine) -> Cost:
 
 
 def price(cost: Cost, machine: Machine) -> float:
-    """Returns seconds, with as many on top as it takes to move what is held twice.
+    """Returns seconds, plus those that moving the held memory twice would take.
 
-    A path that is a little slower and holds much less is the better one.
+    So a path that is a little slower but holds much less is preferred.
     """
     return cost.seconds + 2 * cost.memory / machine.traffic
 

@@ -57,8 +57,8 @@ def explain(
 
     Args:
         loss_fn: as in `clipped_grad`.
-        params: the parameters, or arrays of their shapes.
-        batch: a batch; only its shapes matter.
+        params: the parameters, or their shapes.
+        batch: a batch, or its shapes.
         trainable: as in `clipped_grad`.
         microbatch_size: as in `clipped_grad`.
 

@@ -154,6 +154,9 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
         parts = [_longer(part) for part in parts]
         norm = _norm([(part, 1.0) for part in parts], _gram_roundoff(parts) * spread**2)
     underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
+    if _shortens(parts):
+        # What rounding left out of the norm may underflow as well, and then is not measured.
+        underflow *= 2
     underflow += grain * sum(map(_truncations, parts))
     norm, least = norm + roundoff.own * spread, roundoff.spread * spread
     return jnp.where(norm < least, least, norm) ** 2, underflow

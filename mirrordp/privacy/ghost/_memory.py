@@ -143,7 +143,7 @@ def largest_microbatch(split: Split, count: int, memory: int | None = None) -> i
     """Returns the number of examples, at most `count`, that fit into the device's memory.
 
     Raises:
-        MemoryError: if the parameters, their sums and one example's formed gradients alone do not.
+        MemoryError: if not even the parameters and the gradients formed for one example do.
     """
     memory = memory or device_memory()
     if memory is None or count == 0:
@@ -154,9 +154,10 @@ def largest_microbatch(split: Split, count: int, memory: int | None = None) -> i
     found = need(split)
     if found.of(count) <= room:
         return count
-    if found.fixed + found.formed > memory:
+    # How sums share memory is up to the compiler, so only what is certain is refused.
+    if (least := _bytes_of(split.leaves) + found.formed) > memory:
         raise MemoryError(
-            f"a private step of this model needs at least {_gib(found.fixed + found.formed)} of "
+            f"a private step of this model needs at least {_gib(least)} of "
             f"memory for one example at a time, and the device has {_gib(memory)}. Train fewer "
             "parameters (trainable=, LoRA) or use a device with more memory."
         )
