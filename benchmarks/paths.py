@@ -112,7 +112,7 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
     clipped = ghost.clipped_grad(loss, l2_clip_norm=1.0)
     plain = jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum())
     split = _sum.Split.of(loss, weight, (batch, None), Trainable.of(None), len(batch))
-    task = _plan.task_of(split.plan.layers, case.examples)  # type: ignore[arg-type]
+    task = _plan.task_of(split.plan.layers, case.examples, _cost.machine())  # type: ignore[arg-type]
     chosen = "gram" if split.plan.gram else "product"
     contenders = [contender("plain", plain, weight, batch)]
     prefers = _plan._prefers_gram

@@ -136,7 +136,8 @@ def _path(split: Split, leaf: int, name: str) -> ParameterPath:
         operations = sum(layer.operations() for layer in plan.layers if leaf in layer.site.leaves)
         return _formed(name, shape, plan.reason(leaf), operations, math.prod(shape), size)
     layers = [use.layer for use in plan.gram.get(leaf) or (plan.product[leaf],)]
-    task, machine = task_of(layers, size), _cost.machine()
+    machine = _cost.machine()
+    task = task_of(layers, size, machine)
     gram, formed = _cost.gram_cost(task, machine), _cost.product_cost(task, machine)
     why = (
         f"{1000 * gram.seconds:.3f} ms by Gram matrices of {task.positions} positions, "

@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 
 from mirrordp.privacy import sums
-from mirrordp.privacy.ghost import _factors
+from mirrordp.privacy.ghost import _factors, _short
 from mirrordp.privacy.ghost._factors import Factors
+from mirrordp.privacy.ghost._short import Short
 from mirrordp.privacy.ghost._sides import OneHot, Patches, Vectors
 from mirrordp.privacy.ghost._tracing import Site
 
@@ -179,6 +180,23 @@ class OuterProducts(Layer):
         inner = dataclasses.replace(site, loops=loops, varies=((False,) * len(loops),))
         arrays = (with_stacks_in_batch(array) for array in (captured[0], cotangent))
         return jax.tree.map(with_stacks_in_groups, type(self)(inner).factors_of(*arrays))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several iterations of a loop see the same weight."""
+        return math.prod(self._loops[1]) > 1
+
+    def short_gradient(self, operand: Array, cotangent: Array) -> Short:
+        """Returns the weight's gradient of one example, in one iteration of each loop."""
+        site = dataclasses.replace(self.site, loops=(), varies=((),))
+        layer = type(self)(site)
+        values, exponent = layer.short_product(layer.factors([operand[None]], cotangent[None]))
+        return Short(values[0], exponent[0])
+
+    def short_product(self, part: Factors) -> Short:
+        """Returns the weight's gradients of all examples, in the weight's own layout."""
+        values, exponent = _short.product(part)
+        return Short(self.weight_gradient(values), exponent)
 
     def product(self, part: Factors) -> Array:
         """Returns G_i itself, [B, G, K, N]."""

@@ -15,7 +15,6 @@ Residuals die while gradients are born, so a microbatch of m examples needs abou
 The compiler may do with less, for it fuses operations, or take somewhat more.
 """
 
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,9 +78,9 @@ def _need(split: Split, residuals: int) -> Need:
             results = _bytes_of(layer.site.result_shapes())
             kept += results + _input_bytes(layer)
             if not split.plan.by_gram(number):
-                formed += _bytes_of(layer.site.operand_shapes())
+                formed += _bytes_of(jax.tree.leaves(split.plan.gradient_shapes(number)))
         else:
-            formed += _bytes_of(layer.site.operand_shapes())
+            formed += _bytes_of(jax.tree.leaves(split.plan.gradient_shapes(number)))
     return Need(2 * size + 12 * entries, residuals, kept, formed)
 
 
@@ -97,8 +96,7 @@ def _residuals(split: Split) -> int:
     """Returns the bytes that one more example adds to what the backward pass needs."""
 
     def pull(rows):
-        forward = functools.partial(split.program.forward, split.leaves, split.constants)
-        run = jax.vmap(lambda row, probes: forward(row, probes)[0], in_axes=(0, None))
+        run = jax.vmap(lambda row, probes: split.forward(row, probes)[0], in_axes=(0, None))
         return jax.vjp(lambda probes: run(rows, probes), probes_of(split))[1]
 
     def total(count: int) -> int:

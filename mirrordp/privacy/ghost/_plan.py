@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,11 @@ from jax import lax
 from mirrordp.privacy.ghost import _cost, _factors
 from mirrordp.privacy.ghost._cost import Machine, Task
 from mirrordp.privacy.ghost._layers import Layer, OuterProducts, layer_at
-from mirrordp.privacy.ghost._tracing import Program
+from mirrordp.privacy.ghost._short import Short
+from mirrordp.privacy.ghost._tracing import Form, Program
+
+SHORTENS = {"gpu": True}
+"""The backends whose matrix units shorten float32 inputs to 11 bits, unless told otherwise."""
 
 
 class Use(NamedTuple):
@@ -39,6 +43,7 @@ class Plan:
         explicit: leaves whose per-example gradients are pulled back through the parameters' own
             computation.
         unused: leaves that no site depends on; their gradient is zero.
+        short: the sites whose gradients are formed with 11 bits.
     """
 
     layers: tuple[Layer, ...]
@@ -46,6 +51,7 @@ class Plan:
     product: dict[int, Use]
     explicit: tuple[int, ...]
     unused: tuple[int, ...]
+    short: frozenset[int]
 
     @staticmethod
     def of(program: Program, batch_size: int, machine: Machine | None = None) -> "Plan":
@@ -64,13 +70,18 @@ class Plan:
                 continue
             swaps = _common_layout(found)
             uses = tuple(map(Use, numbers, found, swaps or [False] * len(found)))
-            if swaps and _prefers_gram(task_of(found, batch_size), machine):
+            if swaps and _prefers_gram(task_of(found, batch_size, machine), machine):
                 gram[leaf] = uses
             elif len(uses) == 1:
                 product[leaf] = uses[0]
             else:
                 explicit.append(leaf)
-        return Plan(layers, gram, product, tuple(explicit), tuple(unused))
+        short = frozenset(
+            number
+            for number, layer in enumerate(layers)
+            if isinstance(layer, OuterProducts) and task_of([layer], batch_size, machine).short
+        )
+        return Plan(layers, gram, product, tuple(explicit), tuple(unused), short)
 
     def results_probed(self, number: int) -> bool:
         """Returns whether a site needs the cotangent of its result, not of its PARAM operands."""
@@ -79,6 +90,29 @@ class Plan:
     def by_gram(self, number: int) -> bool:
         """Returns whether a site's parameter has Gram matrices."""
         return any(use.number == number for uses in self.gram.values() for use in uses)
+
+    def is_short(self, leaf: int) -> bool:
+        """Returns whether all formed gradients that make up a leaf's are short."""
+        return all(n in self.short for n, at in enumerate(self.layers) if leaf in at.site.leaves)
+
+    def forms(self) -> dict[int, Form]:
+        """Returns how gradients are formed at sites where JAX's own derivative has more bits."""
+        found = {}
+        for number in self.short:
+            layer = self.layers[number]
+            if not self.results_probed(number) and isinstance(layer, OuterProducts):
+                found[number] = layer.short_gradient
+        return found
+
+    def gradient_shapes(self, number: int) -> list[Any]:
+        """Returns shapes and types of an example's gradients that are formed at a site."""
+        shapes = self.layers[number].site.operand_shapes()
+        if number not in self.short:
+            return list(shapes)
+        (shape,), (param,) = shapes, self.layers[number].site.param_shapes
+        lead = shape.shape[: len(shape.shape) - len(param.shape)]
+        zeros = lambda: Short(jnp.zeros(shape.shape, jnp.float16), jnp.zeros(lead))  # noqa: E731
+        return [jax.eval_shape(zeros)]
 
     def reason(self, leaf: int) -> str:
         """Returns in words why a leaf takes explicit gradients."""
@@ -98,10 +132,10 @@ class Plan:
         return len(found) == len(uses) and _common_layout(found) is not None
 
 
-def task_of(layers: Sequence[OuterProducts], batch_size: int) -> Task:
+def task_of(layers: Sequence[OuterProducts], batch_size: int, machine: Machine) -> Task:
     """Returns the sizes of a parameter's gradients, for the layers that use it."""
     first = layers[0].sizes
-    return Task(
+    task = Task(
         examples=batch_size,
         positions=sum(layer.sizes.positions for layer in layers),
         left=first.left,
@@ -112,6 +146,10 @@ def task_of(layers: Sequence[OuterProducts], batch_size: int) -> Task:
         width=max(jnp.dtype(layer.weight.dtype).itemsize for layer in layers),
         picked=all(layer.one_hot for layer in layers),
     )
+    # In a loop, gradients of all iterations are kept while the residuals of others are.
+    looped = all(layer.site.loops for layer in layers)
+    short = all(map(_may_be_short, layers)) and _cost.prefers_short(task, machine, looped)
+    return task._replace(short=short)
 
 
 def sum_roundoff(layers: Sequence[OuterProducts], batch_size: int) -> _factors.Roundoff:
@@ -140,6 +178,18 @@ def sum_roundoff(layers: Sequence[OuterProducts], batch_size: int) -> _factors.R
     if not wide and backend != "cpu" and shortens:
         shortened = (1 + 2.0 ** -(8 if backend == "tpu" else 11)) ** 2 - 1
     return _factors.roundoff(positions, batch_size, unit, shortened)
+
+
+def _may_be_short(layer: OuterProducts) -> bool:
+    """Returns whether a layer's gradients, if formed, have 11 bits in ordinary training too."""
+    return (
+        SHORTENS.get(jax.default_backend(), False)
+        and not layer.one_hot
+        and layer.precision is lax.Precision.DEFAULT
+        and layer.weight.dtype == layer.site.out_shapes[0].dtype == jnp.float32
+        # Where iterations share a weight, JAX adds up their gradients.
+        and (layer.by_factors or not layer.is_shared)
+    )
 
 
 def _has_factors(layer: Layer) -> TypeGuard[OuterProducts]:

@@ -215,14 +215,14 @@ def shortened(side: Side) -> Shortened:
     largest = jnp.abs(array).max(axis=tuple(range(2, array.ndim)), keepdims=True)
     exponent = jnp.clip(jnp.frexp(largest)[1] - 15, -110, 113)
     # Not `astype(float16)` and back, which the compiler is free to leave out.
-    rounded = lax.reduce_precision(array * _power_of_two(-exponent), 5, 10)
-    lost = array - rounded * _power_of_two(exponent)
-    scale = wide(_power_of_two(exponent)).reshape(*array.shape[:2], 1, 1)
+    rounded = lax.reduce_precision(array * power_of_two(-exponent), 5, 10)
+    lost = array - rounded * power_of_two(exponent)
+    scale = wide(power_of_two(exponent)).reshape(*array.shape[:2], 1, 1)
     short = lax.convert_element_type(rounded, jnp.float16)
     return Shortened(side.holding(short), scale, side.holding(lost).lengths())
 
 
-def _power_of_two(exponent: Array) -> Array:
+def power_of_two(exponent: Array) -> Array:
     """Returns 2^exponent in float32, exactly, for exponents of normal numbers."""
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 

@@ -1,6 +1,7 @@
 """The clipped sum of a microbatch: backward pass, norms, clip factors and weighted sums."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,10 @@ from jax import lax
 
 from mirrordp.privacy import clipping, sums
 from mirrordp.privacy.clipping import ClipStats, Summed, with_key
-from mirrordp.privacy.ghost import _factors, _tracing
+from mirrordp.privacy.ghost import _factors, _short, _tracing
 from mirrordp.privacy.ghost._layers import OuterProducts
 from mirrordp.privacy.ghost._plan import Plan, sum_roundoff
+from mirrordp.privacy.ghost._short import Short
 from mirrordp.privacy.ghost._tracing import Probes, Program
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import LossFn, Params, PyTree
@@ -80,6 +82,10 @@ class Split:
         plan = Plan.of(program, microbatch_size)
         return Split(program, plan, leaves, constants, rows, treedef, microbatch_size)
 
+    def forward(self, rows: Sequence[jax.Array], probes: Sequence[Probes]):
+        """Returns the loss of one example with probes added; see `Program.forward`."""
+        return self.program.forward(self.leaves, self.constants, rows, probes, self.plan.forms())
+
     def in_microbatches_of(self, size: int) -> "Split":
         """Returns the same loss with a plan for microbatches of another size."""
         return dataclasses.replace(self, plan=Plan.of(self.program, size), microbatch_size=size)
@@ -106,12 +112,14 @@ def clipped_sum(
         if isinstance(layer, OuterProducts) and probed[n].results
     }
 
-    def at_operands(number: int) -> Sequence[jax.Array]:
+    def at_operands(number: int) -> Sequence[jax.Array | Short]:
         """Per-example gradients of a site's PARAM operands."""
         if number not in parts:
             return probed[number].operands
         layer = plan.layers[number]
         assert isinstance(layer, OuterProducts)
+        if number in plan.short:
+            return [layer.short_product(parts[number])]
         return [layer.weight_gradient(layer.product(parts[number]))]
 
     products = {leaf: at_operands(use.number)[0] for leaf, use in plan.product.items()}
@@ -119,7 +127,7 @@ def clipped_sum(
     # The norm is that of the very numbers that are summed: nothing is computed twice.
     products, explicit = lax.optimization_barrier((products, explicit))
 
-    norms_squared = [clipping.squared_norm(g) for g in (*products.values(), *explicit)]
+    norms_squared = [_squared_norm(g) for g in (*products.values(), *explicit)]
     taken = []
     roundoffs = {
         leaf: sum_roundoff([use.layer for use in uses], batch_size)
@@ -149,7 +157,7 @@ def clipped_sum(
             found[leaf] = sums.added(found[leaf], _in_leaf_layout(split, layer, (high, low)))
     gradients = products | dict(zip(plan.explicit, explicit, strict=True))
     for leaf, gradient in gradients.items():
-        halves = sums.halves(clipping.scaled(gradient, factors), exponent)
+        halves = sums.halves(_scaled(gradient, factors), exponent)
         # One after the other: the compiler would make a few slow programs of all sums together.
         halves, factors = lax.optimization_barrier((halves, factors))
         use = plan.product.get(leaf)
@@ -163,11 +171,10 @@ def _backward(split: Split, rows: list[jax.Array], batch_size: int):
     The probes are made inside the map over examples. Given from outside they would force their
     batch axis on the layers' outputs, and a scan's outputs (time first) would be transposed.
     """
-    program = split.program
 
     def one_example(rows):
         probes = probes_of(split)
-        forward = lambda probes: program.forward(split.leaves, split.constants, rows, probes)  # noqa: E731
+        forward = functools.partial(split.forward, rows)
         loss, pull, captured = jax.vjp(forward, probes, has_aux=True)
         (gradients,) = pull(jnp.ones_like(loss))
         return loss, captured, gradients
@@ -178,20 +185,32 @@ def _backward(split: Split, rows: list[jax.Array], batch_size: int):
 def probes_of(split: Split) -> list[Probes]:
     """Returns the zeros that are added at each site, for one example."""
 
-    def zeros(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    def zeros(shapes: Any) -> Any:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
     return [
         Probes(results=zeros(site.result_shapes()))
         if split.plan.results_probed(number)
-        else Probes(operands=zeros(site.operand_shapes()))
+        else Probes(operands=zeros(split.plan.gradient_shapes(number)))
         for number, site in enumerate(split.program.sites)
     ]
 
 
+def _squared_norm(gradient: jax.Array | Short) -> jax.Array:
+    if isinstance(gradient, Short):
+        return _short.squared_norm(gradient)
+    return clipping.squared_norm(gradient)
+
+
+def _scaled(gradient: jax.Array | Short, factors: jax.Array) -> jax.Array:
+    if isinstance(gradient, Short):
+        return _short.scaled(gradient, factors)
+    return clipping.scaled(gradient, factors)
+
+
 def _explicit_gradients(
-    split: Split, at_operands: Callable[[int], Sequence[jax.Array]]
-) -> list[jax.Array]:
+    split: Split, at_operands: Callable[[int], Sequence[jax.Array | Short]]
+) -> list[jax.Array | Short]:
     """Returns per-example gradients [B, *leaf.shape] of the leaves that have no better path."""
     program, plan = split.program, split.plan
     used = [
@@ -209,10 +228,21 @@ def _explicit_gradients(
 
     values, pull = jax.vjp(operands, [split.leaves[leaf] for leaf in plan.explicit])
     gradients = [
-        [found.astype(value.dtype) for found, value in zip(at_operands(number), of, strict=True)]
-        for number, of in zip(used, values, strict=True)
+        [
+            _floats(found).astype(value.dtype)
+            for found, value in zip(at_operands(n), of, strict=True)
+        ]
+        for n, of in zip(used, values, strict=True)
     ]
-    return jax.vmap(pull)(gradients)[0]
+    found = jax.vmap(pull)(gradients)[0]
+    return [
+        _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
+        for leaf, gradient in zip(plan.explicit, found, strict=True)
+    ]
+
+
+def _floats(gradient: jax.Array | Short) -> jax.Array:
+    return gradient.floats() if isinstance(gradient, Short) else gradient
 
 
 def _in_leaf_layout(split: Split, layer: OuterProducts, halves: sums.Halves) -> sums.Halves:

@@ -25,8 +25,9 @@ so do PARAM operands where a scan goes over parameters, as with stacked layers.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -151,11 +152,16 @@ class Site:
 class Probes(NamedTuple):
     """Zeros that are added to a site's PARAM operands or to its results; the other list is empty.
 
-    The gradients that a backward pass finds for them have the same form.
+    The gradients that a backward pass finds for them have the same form. Where the gradient of a
+    PARAM operand is not JAX's own (see `Program.forward`), its zeros are a tree like that gradient.
     """
 
     operands: Sequence[Any] = ()
     results: Sequence[jax.Array] = ()
+
+
+Form: TypeAlias = Callable[[jax.Array, jax.Array], Any]
+"""Makes an example's gradient of a PARAM operand from the BATCH operand and the cotangent."""
 
 
 class UnrecognisedError(Exception):
@@ -186,12 +192,14 @@ class Program:
         constants: Sequence[jax.Array],
         example: Sequence[jax.Array],
         probes: Sequence[Probes],
+        forms: Mapping[int, Form],
     ) -> tuple[jax.Array, list]:
         """Returns the loss of one example with probes added, and each site's BATCH operands.
 
-        Operands are returned only where a site's results are probed.
+        Operands are returned only where a site's results are probed. Sites in `forms` have one
+        PARAM and one BATCH operand; the probe of the first may be any tree.
         """
-        run = _Interpreter(_Mode.FORWARD, probes, self.sites)
+        run = _Interpreter(_Mode.FORWARD, probes, self.sites, forms)
         loss = run.program(self, leaves, constants, example)
         return loss.value, run.captured
 
@@ -236,11 +244,15 @@ class _Interpreter:
         mode: _Mode,
         probes: Sequence[Probes] = (),
         sites: Sequence[Site] = (),
+        forms: Mapping[int, Form] = MappingProxyType({}),
+        first: int = 0,
         loops: tuple[int, ...] = (),
     ):
         self.mode = mode
         self.probes = probes
         self.sites = list(sites)
+        self.forms = forms
+        self.first = first
         self.loops = loops
         self.operands: list[tuple] = []
         self.captured: list[tuple] = []
@@ -361,7 +373,11 @@ class _Interpreter:
         values = [value.value for value in inputs]
         others = [values[i] for i in range(len(values)) if i not in positions]
         self.captured.append(tuple(others) if probes.results else ())
-        if probes.operands:
+        form = self.forms.get(self.first + len(self.captured) - 1)
+        if form:
+            (i,), (probe,) = positions, probes.operands
+            evaluate = _with_gradient_by(form, evaluate, i, probe)
+        elif probes.operands:
             for i, probe in zip(positions, probes.operands, strict=True):
                 values[i] = values[i] + probe
         outputs = list(evaluate(values))
@@ -372,7 +388,9 @@ class _Interpreter:
 
     def inner(self, probes: Sequence[Probes], loops: tuple[int, ...]) -> "_Interpreter":
         """Returns an interpreter for a part of the program that begins at the next site."""
-        return _Interpreter(self.mode, probes, self.sites[len(self.captured) :], loops)
+        count = len(self.captured)
+        first = self.first + count
+        return _Interpreter(self.mode, probes, self.sites[count:], self.forms, first, loops)
 
     def checkpoint(self, eqn, inputs: list[Value]) -> list[Value]:
         """Interprets a function whose intermediate values are computed again when needed."""
@@ -439,6 +457,28 @@ class _Interpreter:
         )
         self.captured.extend(captured)
         return [Value(Kind.BATCH, value) for value in [*state, *results]]
+
+
+def _with_gradient_by(form: Form, evaluate: Callable, place: int, probe: Any) -> Callable:
+    """Returns `evaluate`, of a PARAM at a place and a BATCH operand, such that the probe's gradient
+    is what `form` makes of the BATCH operand and the cotangent of the result."""
+
+    def call(data, weight, probe):
+        del probe
+        (output,) = evaluate([weight, data] if place == 0 else [data, weight])
+        return output
+
+    def forward(data, weight, probe):
+        output, pull = jax.vjp(lambda data: call(data, weight, probe), data)
+        return output, (pull, data, jnp.zeros_like(weight))
+
+    def backward(kept, cotangent):
+        pull, data, no_gradient = kept
+        return *pull(cotangent), no_gradient, form(data, cotangent)
+
+    probed = jax.custom_vjp(call)
+    probed.defvjp(forward, backward)
+    return lambda values: [probed(values[1 - place], values[place], probe)]
 
 
 def _by_iteration(
