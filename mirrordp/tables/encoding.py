@@ -185,15 +185,16 @@ class TableEncoding(FeatureEncoding):
             TableError: if a column is missing, or if most of its filled cells have another type.
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
-        parts, source = [], ""
+        features: list[np.ndarray] = []
+        outcomes, source = [], ""
         names = [target.name for target in self.targets]
         for table in batches:
             source = table.source
             require_columns(table, [*(column.name for column in self.columns), *names], private)
-            features = self._encode_features(table, tallies)
-            parts.append((features, *self._encode_targets(table, tallies)))
+            features.append(self._encode_features(table, tallies))
+            outcomes.append(self._encode_targets(table, tallies))
         self.judge(tallies, source, private=private)
-        features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
+        target, unusable = (np.concatenate(part) for part in zip(*outcomes, strict=True))
         if unusable.all():
             raise TableError(
                 f"{mark(private)}expected a usable target {listed(names)} in {source!r}, "
@@ -205,7 +206,7 @@ class TableEncoding(FeatureEncoding):
                 f"{np.count_nonzero(unusable)} of {len(unusable)} rows without a usable target, "
                 "which contribute nothing"
             )
-        return EncodedTable(features, target, unusable, unfamiliar)
+        return EncodedTable(_stacked(features), target, unusable, unfamiliar)
 
     def _encode_targets(
         self, table: Table, tallies: dict[str, Tally]
@@ -243,6 +244,20 @@ class TableEncoding(FeatureEncoding):
             _untagged(value["target"], (NumberTarget, ClassTarget)),
             tuple(_untagged(target, (NumberTarget,)) for target in further),
         )
+
+
+def _stacked(parts: list[np.ndarray]) -> np.ndarray:
+    """Returns arrays below one another, and empties the list so that memory holds each only once.
+
+    The system provides the pages of the result when they are written.
+    """
+    found = np.empty((sum(map(len, parts)), parts[0].shape[1]))
+    stop = len(found)
+    while parts:
+        part = parts.pop()
+        found[stop - len(part) : stop] = part
+        stop -= len(part)
+    return found
 
 
 def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:
