@@ -40,9 +40,9 @@ import mirrordp
 
 SIZES = {
     "small": {
-        **{"layers": 2, "width": 96, "heads": 4, "positions": 64, "words": 1_000},
+        **{"layers": 2, "width": 64, "heads": 4, "positions": 48, "words": 1_000},
         **{"public_steps": 200, "public_batch": 64, "public_rate": 5e-3},
-        **{"private_steps": 30, "private_batch": 256, "private_rate": 0.02, "microbatch": None},
+        **{"private_steps": 25, "private_batch": 256, "private_rate": 0.02, "microbatch": None},
     },
     "gpt2": {
         **{"layers": 12, "width": 768, "heads": 12, "positions": 256, "words": 50_000},

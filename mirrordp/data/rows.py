@@ -238,9 +238,8 @@ def excluded_rows(
         ValueError: see `refuse_private_rows`; or if rows are equal and `overlap` is `REFUSE`.
     """
     require_same_structure(private, public)
-    refuse_private_rows(private, public)
-    public_rows = set(_row_bytes(public))
-    mask = np.fromiter((row in public_rows for row in _row_bytes(private)), bool, len(private))
+    mask = _equal_rows(private, public)
+    _refuse_private_rows(private, public, mask, "public rows")
     announce_overlap(mask, "private rows equal a public row", overlap)
     return mask
 
@@ -261,9 +260,15 @@ def refuse_private_rows(private: PrivateData, other: PublicData, what: str = "pu
     Raises:
         ValueError: if most of them equal a private row. The message is for the operator only.
     """
+    _refuse_private_rows(private, other, _equal_rows(private, other), what)
+
+
+def _refuse_private_rows(
+    private: PrivateData, other: PublicData, equal: np.ndarray, what: str
+) -> None:
+    """Does what `refuse_private_rows` says, given the mask of `_equal_rows`."""
     others = list(_row_bytes(other))
-    known = set(others)
-    found = {row for row in _row_bytes(private) if row in known}
+    found = set(_row_bytes(private, np.flatnonzero(equal)))
     shared = sum(row in found for row in others)
     if 2 * shared <= len(others):
         return
@@ -292,9 +297,36 @@ def announce_overlap(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
     warn(f"{UNPROTECTED} {message}; they contribute nothing to training.", UnprotectedWarning)
 
 
-def _row_bytes(data: PrivateData | PublicData) -> Iterator[bytes]:
+def _equal_rows(private: PrivateData, other: PublicData) -> np.ndarray:
+    """Returns a mask of the private rows that equal one of the others, byte by byte."""
+    known = set(_row_bytes(other))
+    # As a rule few rows have the hash of another; only these can be equal.
+    mask = np.isin(_row_hashes(private), _row_hashes(other))
+    rows = np.flatnonzero(mask)
+    mask[rows] = np.fromiter((row in known for row in _row_bytes(private, rows)), bool, len(rows))
+    return mask
+
+
+def _row_hashes(data: PrivateData | PublicData) -> np.ndarray:
+    """Returns a number of 64 bits for each row, the same for rows of the same bytes."""
+    found = np.zeros(len(data), np.uint64)
+    rng = np.random.default_rng(0)
+    for leaf in jax.tree.leaves(data.arrays):
+        size = leaf.dtype.itemsize if leaf.dtype.itemsize in (1, 2, 4, 8) else 1
+        count = leaf[0].size * leaf.dtype.itemsize // size
+        factors = rng.integers(2**64, size=count, dtype=np.uint64) | np.uint64(1)
+        step = max(1, 2**20 // max(count, 1))
+        for start in range(0, len(leaf), step):
+            block = np.ascontiguousarray(leaf[start : start + step])
+            words = block.reshape(-1).view(f"u{size}").reshape(len(block), count)
+            found[start : start + step] += words @ factors
+    return found
+
+
+def _row_bytes(data: PrivateData | PublicData, rows: np.ndarray | None = None) -> Iterator[bytes]:
+    """Yields the bytes of the given rows, by default of all of them."""
     leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(data.arrays)]
-    for row in range(len(data)):
+    for row in range(len(data)) if rows is None else rows:
         yield b"".join(leaf[row].tobytes() for leaf in leaves)
 
 

@@ -26,6 +26,7 @@ _HELD_OUT = 5
 _BATCH, _STEPS_PER_LOOK, _LOOKS = 256, 25, 24
 _RATE, _WEIGHT_DECAY = 1e-3, 1e-2
 _PRIVATE_BLOCKS = 20
+_AT_ONCE = 64
 
 
 def learning_rate(family: Family) -> float:
@@ -82,13 +83,21 @@ class Start:
         loss = Loss(family, cut, edges)
         params = _init(_shapes(size, rows), blank.skip.shape)
         params = _warm(loss, params, public, held_out)
-        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))
-        squares = sum(
-            np.sum(np.asarray(leaf, np.float64).reshape(len(public[0]), -1) ** 2, axis=1)
-            for leaf in jax.tree.leaves(grads(params, public))
-        )
-        clip = float(np.sqrt(np.mean(squares))) or 1.0
+        clip = float(np.sqrt(np.mean(_squared_norms(loss, params, public)))) or 1.0
         return cls(family, _with(blank, params), params, clip, public, held_out)
+
+
+def _squared_norms(loss: "Loss", params: Params, rows: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Returns the squared norm of each row's gradient, a few gradients at a time."""
+    grads = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
+    found = np.zeros(len(rows[0]))
+    for start in range(0, len(found), _AT_ONCE):
+        # The last block overlaps with the one before, so that one size is compiled.
+        block = slice(min(start, max(0, len(found) - _AT_ONCE)), start + _AT_ONCE)
+        leaves = jax.tree.leaves(grads(params, tuple(array[block] for array in rows)))
+        squares = (np.square(leaf, dtype=np.float64).reshape(len(leaf), -1) for leaf in leaves)
+        found[block] = sum(each.sum(axis=1) for each in squares)
+    return found
 
 
 def _bins(scaled: np.ndarray) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:

@@ -77,7 +77,8 @@ class FeatureEncoding:
         counts = collections.defaultdict(Tally) if tallies is None else tallies
         # The message needs the mark, because names are cells of a row if the header is missing.
         require_columns(table, [column.name for column in self.columns], private)
-        features = self._encode_features(table, counts)
+        features = np.empty((len(table), len(self.features)))
+        self._encode_features(table, counts, features)
         if tallies is None:
             self.judge(counts, table.source, private=private)
         return features
@@ -97,14 +98,12 @@ class FeatureEncoding:
                 found[column.name] = "; ".join(words)
         return found
 
-    def _encode_features(self, table: Table, tallies: dict[str, Tally]) -> np.ndarray:
-        out = np.empty((len(table), len(self.features)))
+    def _encode_features(self, table: Table, tallies: dict[str, Tally], out: np.ndarray) -> None:
         start = 0
         for column in self.columns:
             stop = start + len(column.features)
             column.encode(table.columns[column.name], out[:, start:stop], tallies[column.name])
             start = stop
-        return out
 
     def judge(self, tallies: Mapping[str, Tally], source: str, *, private: bool) -> None:
         """Refuses columns that mostly have another type, and warns of single cells that do.
@@ -185,15 +184,19 @@ class TableEncoding(FeatureEncoding):
             TableError: if a column is missing, or if most of its filled cells have another type.
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
-        parts, source = [], ""
+        features = np.empty((0, len(self.features)))
+        outcomes, rows, source = [], 0, ""
         names = [target.name for target in self.targets]
         for table in batches:
             source = table.source
             require_columns(table, [*(column.name for column in self.columns), *names], private)
-            features = self._encode_features(table, tallies)
-            parts.append((features, *self._encode_targets(table, tallies)))
+            if rows + len(table) > len(features):
+                features = _with_rows(features, max(rows + len(table), 9 * rows // 8))
+            self._encode_features(table, tallies, features[rows : rows + len(table)])
+            rows += len(table)
+            outcomes.append(self._encode_targets(table, tallies))
         self.judge(tallies, source, private=private)
-        features, target, unusable = (np.concatenate(part) for part in zip(*parts, strict=True))
+        target, unusable = (np.concatenate(part) for part in zip(*outcomes, strict=True))
         if unusable.all():
             raise TableError(
                 f"{mark(private)}expected a usable target {listed(names)} in {source!r}, "
@@ -205,7 +208,7 @@ class TableEncoding(FeatureEncoding):
                 f"{np.count_nonzero(unusable)} of {len(unusable)} rows without a usable target, "
                 "which contribute nothing"
             )
-        return EncodedTable(features, target, unusable, unfamiliar)
+        return EncodedTable(_with_rows(features, rows), target, unusable, unfamiliar)
 
     def _encode_targets(
         self, table: Table, tallies: dict[str, Tally]
@@ -243,6 +246,15 @@ class TableEncoding(FeatureEncoding):
             _untagged(value["target"], (NumberTarget, ClassTarget)),
             tuple(_untagged(target, (NumberTarget,)) for target in further),
         )
+
+
+def _with_rows(features: np.ndarray, count: int) -> np.ndarray:
+    """Returns an array whose first rows are those of `features`, which must not be used any more.
+
+    A large array grows where it is. Batches that are joined at the end would be in memory twice.
+    """
+    features.resize((count, features.shape[1]), refcheck=False)
+    return features
 
 
 def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:

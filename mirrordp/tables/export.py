@@ -67,6 +67,10 @@ class NumberText(str):
     """The text of a cell that was a number or a time before."""
 
 
+class PackedText:
+    """Text of a large file, which this module does not read."""
+
+
 '''
 
 

@@ -1,23 +1,30 @@
 """Tables in files: reads CSV or Parquet into columns of cells, and writes them."""
 
+import codecs
 import collections
 import csv
 import dataclasses
 import datetime
+import io
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mirrordp.data import UNPROTECTED
+from mirrordp.tables import packed
+from mirrordp.tables.packed import PackedText
 
 _BATCH_ROWS = 65_536
 # A cell of text takes about 70 bytes, so that a batch takes some 70 MB however wide the table is.
 _BATCH_CELLS = 1_000_000
+_PIECE_BYTES = 8 * 2**20
+# It takes longer to import pyarrow than to read a small file without it.
+_LEAST_PACKED = 2**16
 _PARQUET_MAGIC = b"PAR1"
 
 Cells: TypeAlias = Sequence[str] | np.ndarray
@@ -73,12 +80,18 @@ def read_table(path: str | Path) -> Table:
     columns: dict[str, Cells] = {}
     for name in batches[0].columns:
         parts = [batch.columns[name] for batch in batches]
-        columns[name] = (
-            np.concatenate(parts)
-            if isinstance(parts[0], np.ndarray)
-            else tuple(itertools.chain.from_iterable(parts))
-        )
+        columns[name] = _joined(parts)
     return Table(batches[0].source, columns, batches[0].unreadable)
+
+
+def _joined(parts: Sequence[Cells]) -> Cells:
+    """Returns cells of several batches below one another."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    texts = [part for part in parts if isinstance(part, PackedText)]
+    if len(texts) == len(parts):
+        return packed.concatenated(texts)
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 def read_batches(
@@ -117,28 +130,21 @@ def read_batches(
 
 def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            line = file.readline()
-            file.seek(0)
-            delimiter = max(",;\t", key=line.count)
-            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
-            names = [name.strip() for name in next(reader, [])]
+        with open(path, "rb") as file:
+            lines = _Lines(file)
+            delimiter = max(",;\t", key=lines.first().count)
+            names = [name.strip() for name in next(_reader(lines, delimiter), [])]
             _check_names(path, names, private)
-            batch_rows = min(batch_rows, max(1, _BATCH_CELLS // len(names)))
             seen = 0
-            while rows := list(itertools.islice(reader, batch_rows)):
-                rows = [row for row in rows if row]
-                for number, row in enumerate(rows, start=seen + 1):
-                    if len(row) != len(names):
-                        raise TableError(
-                            f"{mark(private)}expected {len(names)} cells in every row of "
-                            f"{str(path)!r} as in its header, got {len(row)} in row {number}; "
-                            "repair the file."
-                        )
-                seen += len(rows)
-                if rows:
-                    columns = zip(*rows, strict=True)
-                    yield Table(str(path), dict(zip(names, columns, strict=True)))
+            for columns in _csv_columns(lines, delimiter, len(names), batch_rows):
+                if isinstance(columns, _OddRow):
+                    raise TableError(
+                        f"{mark(private)}expected {len(names)} cells in every row of "
+                        f"{str(path)!r} as in its header, got {columns.width} in row "
+                        f"{seen + columns.number}; repair the file."
+                    )
+                seen += len(columns[0])
+                yield Table(str(path), dict(zip(names, columns, strict=True)))
     except UnicodeDecodeError:
         raise TableError(
             f"{mark(private)}expected Parquet or UTF-8 text, got other bytes in {str(path)!r}; "
@@ -148,6 +154,90 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
         raise TableError(
             f"{mark(private)}expected a CSV table, got {str(path)!r} ({error}); repair it."
         ) from None
+
+
+class _OddRow(NamedTuple):
+    """A row with another number of cells than the header, counted from 1 within its batch."""
+
+    number: int
+    width: int
+
+
+def _csv_columns(
+    lines: "_Lines", delimiter: str, width: int, batch_rows: int
+) -> Iterator[Sequence[Cells] | _OddRow]:
+    """Yields the columns of batches of at least one row, or what is wrong with one.
+
+    Whether Arrow or Python reads a batch makes no difference to its cells; see `packed`.
+    """
+    while (piece := lines.take()) is not None:
+        columns = None
+        if len(piece) >= _LEAST_PACKED and packed.has_arrow():
+            columns = packed.parse_plain(piece, delimiter, width)
+        if columns is not None:
+            for start in range(0, len(columns[0]), batch_rows):
+                yield [column[start : start + batch_rows] for column in columns]
+            continue
+        lines.hold(piece)
+        most = min(batch_rows, max(1, _BATCH_CELLS // width))
+        rows = [row for row in itertools.islice(_reader(lines, delimiter), most) if row]
+        for number, row in enumerate(rows, start=1):
+            if len(row) != width:
+                yield _OddRow(number, len(row))
+        if rows:
+            yield list(zip(*rows, strict=True))
+
+
+def _reader(lines: "_Lines", delimiter: str) -> Iterator[list[str]]:
+    """Yields rows, and takes no line before it is needed."""
+    return csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+
+
+class _Lines:
+    """The lines of a text file, which can also be taken as pieces of many lines."""
+
+    def __init__(self, file: IO[bytes]):
+        self._pieces = _pieces(file)
+        self._text = io.StringIO()
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            # Not from the text itself, which this generator would close at its end.
+            yield from iter(self._text.readline, "")
+            if (piece := next(self._pieces, None)) is None:
+                return
+            self.hold(piece)
+
+    def take(self) -> bytes | None:
+        """Returns lines that were not read yet, None at the end of the file."""
+        return self._text.read().encode() or next(self._pieces, None)
+
+    def hold(self, piece: bytes) -> None:
+        """Takes lines back, to be read next."""
+        # The csv module wants the line ends as they are.
+        self._text = io.StringIO(piece.decode(), newline="")
+
+    def first(self) -> str:
+        """Returns the line that is read next, without reading it."""
+        self.hold(self.take() or b"")
+        line = self._text.readline()
+        self._text.seek(0)
+        return line
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields a file without its byte order mark, in pieces that end where a line does."""
+    begin = file.read(len(codecs.BOM_UTF8))
+    rest = [b"" if begin == codecs.BOM_UTF8 else begin]
+    while block := file.read(_PIECE_BYTES):
+        # A carriage return at the end of the block may be half a line end.
+        end = block.rfind(b"\n") + 1 or block.rfind(b"\r", 0, -1) + 1
+        if end:
+            yield b"".join([*rest, block[:end]])
+            rest = []
+        rest.append(block[end:])
+    if last := b"".join(rest):
+        yield last
 
 
 def _check_names(path: Path, names: Sequence[str], private: bool) -> None:

@@ -104,11 +104,14 @@ class NetworkScorer:
 
 def inputs(xp: Any, scaled: Any, cut: Sequence[int], edges: Sequence[np.ndarray]) -> Any:
     """Returns z for scaled features of shape (..., d); `xp` is NumPy or jax.numpy."""
-    parts = [scaled]
-    for feature, borders in zip(cut, edges, strict=True):
-        low, width = borders[:-1], borders[1:] - borders[:-1]
-        parts.append(xp.clip((scaled[..., feature, None] - low) / width, 0.0, 1.0) - 0.5)
-    return xp.concatenate(parts, axis=-1)
+    if not cut:
+        return scaled
+    # All bins at once: a program that names every feature takes minutes to compile.
+    feature = np.repeat(np.array(cut), [len(borders) - 1 for borders in edges])
+    low = np.concatenate([borders[:-1] for borders in edges])
+    width = np.concatenate([borders[1:] - borders[:-1] for borders in edges])
+    bins = xp.clip((scaled[..., feature] - low) / width, 0.0, 1.0) - 0.5
+    return xp.concatenate([scaled, bins], axis=-1)
 
 
 def forward(xp: Any, layers: Any, skip: Any, z: Any) -> Any:
