@@ -18,7 +18,7 @@ from mirrordp.auditing import Algorithm, Attack
 from mirrordp.privacy import _isolation, sampling as sampling_module
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.report import NOT_FOR_RELEASE
-from mirrordp.training import bookkeeping, central, engine, federated
+from mirrordp.training import bookkeeping, engine, federated
 from mirrordp.training.federated import FederatedStep
 from tests import tools
 from tests.test_sampling import PoissonStatistics

@@ -263,7 +263,10 @@ class SecureGaussianNoise:
             state,
         )
         parts = jnp.split(noise, np.cumsum(sizes)[:-1])
-        shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
+        shaped = [
+            _on_every_device(part.reshape(leaf.shape))
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
         add = functools.partial(_add_on_lattice, granularity=granularity)
         return _added(add, total, jax.tree.unflatten(tree, shaped), weight), state + 1
 
@@ -418,8 +421,20 @@ def _separate(joined: Any, like: PyTree) -> PyTree:
             leaves.append(joined[name])
             continue
         start, ends[name] = ends[name], ends[name] + leaf.size
-        leaves.append(joined[name][start : ends[name]].reshape(leaf.shape))
+        own = joined[name][start : ends[name]].reshape(leaf.shape)
+        leaves.append(_on_every_device(own))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _on_every_device(leaf: jax.Array) -> jax.Array:
+    """Lets every device of a mesh, if one is in use, draw all noise of a small leaf.
+
+    Otherwise the compiler might divide the vector of many leaves as one of them is divided, and
+    would have to send around what belongs to the others.
+    """
+    if set(jax.sharding.get_abstract_mesh().axis_types) != {jax.sharding.AxisType.Auto}:
+        return leaf
+    return lax.with_sharding_constraint(leaf, jax.sharding.PartitionSpec())
 
 
 def _groups(tree: PyTree) -> Iterator[tuple[str, jax.Array]]:

@@ -495,10 +495,12 @@ def program(name: str, function: Any, *like: Any) -> str:
                 "it with JAX (jax.debug.print is allowed), or train without a checkpoint."
             )
     held = _fingerprint.of_arrays(b"no secret", _jaxprs.constants(traced.jaxpr))
-    text = _without_names(traced.lower().as_text())
+    text = _without_names(_MESH.sub("", traced.lower().as_text()))
     return _fingerprint.of_text({"program": text, "constants": held})
 
 
+# How many devices there are is not what a function computes; see `PLACEMENT`.
+_MESH = re.compile(r"mhlo\.num_partitions = \d+|^ *sdy\.mesh .*$", re.MULTILINE)
 _SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
 _DEFINED = re.compile(rf"(?:^module|\bfunc\.func(?: \w+)?) ({_SYMBOL.pattern})", re.MULTILINE)
 

@@ -534,17 +534,21 @@ def _scan_passes(
             if placement is not None:
                 total = placement.total(step, state, partial_sum)
             finished, info = step.finish(state, total, public_side(state, x.alpha), x.alpha)
-            if placement is not None:
-                finished = placement.kept(finished)
             return (finished, zero), info
 
         if step.branches:
-            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), StepInfo.zero()))
-        finished, info = finish()
-        return select(x.is_last, finished, (state, partial_sum)), info
+            found, info = jax.lax.cond(
+                x.is_last, finish, lambda: ((state, partial_sum), StepInfo.zero())
+            )
+        else:
+            finished, info = finish()
+            found = select(x.is_last, finished, (state, partial_sum))
+        if placement is not None:
+            found = (placement.kept(found[0]), found[1])
+        return found, info
 
     (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
-    return state, partial_sum, infos
+    return state if placement is None else placement.kept(state), partial_sum, infos
 
 
 @functools.partial(jax.jit, static_argnames=("step", "may_skip", "needs_public_grad", "placement"))

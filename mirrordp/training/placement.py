@@ -322,7 +322,7 @@ def rows_per_shard(mechanism: Mechanism, shards: int) -> int:
     A capacity that the caller has stated is the capacity of all shards together.
     """
     sampling = mechanism.sampling
-    if dataclasses.replace(sampling, capacity=0).capacity != sampling.capacity:  # pyright: ignore[reportArgumentType]
+    if _states_capacity(sampling):
         if sampling.capacity % shards:
             raise ValueError(
                 f"the capacity of a batch is divided among {shards} shards, got "
@@ -334,6 +334,13 @@ def rows_per_shard(mechanism: Mechanism, shards: int) -> int:
     # 4.5 standard deviations instead of 3.5: any of the shards may overflow.
     expected = sampling.expected_batch_size / shards
     return min(sampling.capacity, 8 * math.ceil((expected + 4.5 * math.sqrt(expected)) / 8))
+
+
+def _states_capacity(sampling: Any) -> bool:
+    """Returns whether a sampler has another capacity than it would choose itself."""
+    if "capacity" not in getattr(sampling, "__dataclass_fields__", ()):
+        return True
+    return dataclasses.replace(sampling, capacity=0).capacity != sampling.capacity
 
 
 @dataclasses.dataclass(frozen=True)
