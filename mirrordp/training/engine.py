@@ -431,9 +431,6 @@ class _Start(NamedTuple):
     params: Params
     opt_state: PyTree
 
-    def state(self, step: Step, key: jax.Array) -> State:
-        return step.init(self.params, key)._replace(opt_state=self.opt_state)
-
 
 def _starting_point(
     step: Step, params: Params, run: SweepRun, placement: Placement | None = None
@@ -581,13 +578,13 @@ def _generate(
     with contextlib.closing(books):
         batches = books.batches(len(plan.private), [rng for rng, _ in random])
         keys = _stacked([keys for _, keys in random])
-        states = [
-            start.state(step, own.noise) for start, (_, own) in zip(starts, random, strict=True)
-        ]
-        placement = plan.placement
+        placement, make = plan.placement, functools.partial(_first_state, step)
+        if placement is not None:
+            placement = placement.with_specs(_like_first(step, starts[0], random[0][1].noise))
+            make = functools.partial(placement.made, make)
+        states = [make(start, own.noise) for start, (_, own) in zip(starts, random, strict=True)]
         partial_sum = _stacked([step.zero_sum(states[0])] * len(states))
         if placement is not None:
-            placement = placement.with_specs(states[0])
             partial_sum = placement.put_sum(partial_sum, is_stacked=len(states) > 1)
         begin = 0
         if given is None:
@@ -630,6 +627,17 @@ def _stacked(trees: Sequence[Any]) -> Any:
     if len(trees) == 1:
         return trees[0]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _first_state(step: Step, start: _Start, key: jax.Array) -> State:
+    return step.init(start.params, key)._replace(opt_state=start.opt_state)
+
+
+def _like_first(step: Step, start: _Start, key: jax.Array) -> State:
+    """Returns the first state with shapes in place of the arrays that are not made yet."""
+    like = jax.eval_shape(functools.partial(_first_state, step), start, key)
+    average = None if like.average is None else start.params
+    return like._replace(params=start.params, opt_state=start.opt_state, average=average)
 
 
 def _in_place(placement: Placement | None, state: State, num_runs: int) -> State:

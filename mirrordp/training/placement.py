@@ -81,8 +81,9 @@ class Placement:
         if not isinstance(sharding, NamedSharding):
             return self.named()
         mesh = sharding.mesh
-        if mesh.axis_names != self.mesh.axis_names or not np.array_equal(
-            mesh.devices, self.mesh.devices
+        if (
+            dict(mesh.shape) != dict(self.mesh.shape)
+            or sharding.device_set != self.named().device_set
         ):
             raise ValueError(
                 f"parameters must lie on the mesh of the run, {dict(self.mesh.shape)}, got an "
@@ -133,6 +134,12 @@ class Placement:
             return PartitionSpec()
         return PartitionSpec(*(None,) * divisible[-1], DATA_AXIS)
 
+    def made(self, make: Callable[..., State], *args: Any) -> State:
+        """Returns `make(*args)`, the state of one run, made where it shall lie."""
+        tree = jax.tree.structure(jax.eval_shape(make, *args))
+        shardings = [self.named(*spec) for spec in self.specs]
+        return jax.jit(make, out_shardings=jax.tree.unflatten(tree, shardings))(*args)
+
     def put_state(self, state: State, *, is_stacked: bool) -> State:
         """Returns the state of a run, or of runs with an axis for them first, in its place."""
         leaves, tree = jax.tree.flatten(state)
@@ -159,7 +166,7 @@ class Placement:
             longest = max(len(leaf) for leaf in leaves)
             shape = (len(leaves), longest, *leaves[0].shape[1:])
 
-            def on_device(index: tuple[slice, ...]) -> np.ndarray:
+            def on_device(index: Any) -> np.ndarray:
                 own = leaves[index[0].start or 0]
                 # Fewer records than on other devices: the rest is never looked up.
                 extra = ((0, longest - len(own)), *((0, 0),) * (own.ndim - 1))
@@ -302,18 +309,18 @@ def placement_for(mesh: Mesh | None, shards: int | None) -> Placement | None:
             "others. Make it of jax.local_devices()."
         )
     devices = mesh.shape[DATA_AXIS]
-    shards = devices if shards is None else shards
-    if shards % devices:
+    parts = devices if shards is None else shards
+    if parts % devices:
         raise ValueError(
-            f"every device computes equally many shards, got shards={shards} for {devices} "
+            f"every device computes equally many shards, got shards={parts} for {devices} "
             f"devices. Use a multiple of {devices}."
         )
-    if shards == mesh.size == 1 and mesh.devices.flat[0] == jax.devices()[0]:
+    if parts == mesh.size == 1 and mesh.devices.flat[0] == jax.devices()[0]:
         return None
     # With axes of type Explicit, as `jax.make_mesh` makes them, every operation of every loss and
     # optimiser would have to say where its result shall lie.
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return Placement(auto, shards)
+    return Placement(auto, parts)
 
 
 def rows_per_shard(mechanism: Mechanism, shards: int) -> int:
