@@ -771,10 +771,11 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[st
         "loss_fn": _described_loss("loss_fn", step, step.loss_fn, params, plan.private),
         "optimizer": checkpoints.program(
             "optimizer",
-            functools.partial(optimizer.update, **extra_args),
+            lambda *args: optimizer.update(*args[:-1], **args[-1]),
             part,
             jax.eval_shape(optimizer.init, part),
             part,
+            extra_args,
         ),
         "starting parameters": _fingerprint.of_arrays(key, [tuple(start) for start in starts]),
         **{name: str(getattr(step, name)) for name in names},
