@@ -82,8 +82,9 @@ class TrainOptions:
         overlap: what happens to private records that are public too. Rows of another structure
             (with `public_loss_fn`) are not compared; users are compared by name.
         shards: the number of parts into which private records are cut, one or more for each device
-            of a mesh; by default, one. Runs with equally many shards are the same on every mesh,
-            and to the bit on CPUs. With other numbers, sums are rounded differently.
+            of a mesh; by default, one. With equally many shards, clipped sums are the same on every
+            mesh, on CPUs to the bit; what follows the noise may be rounded differently. With other
+            numbers of shards, sums are rounded differently too.
     """
 
     steps_per_call: int | None = None

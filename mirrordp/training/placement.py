@@ -13,7 +13,8 @@ whatever the mesh. The batches are drawn for all records together, by the host, 
 for every mesh. The noise is added to s after the reduction: once, by the program that all devices
 share, with values that depend on the key and on the place of a number in its array alone
 (`jax_threefry_partitionable`). With the same number of shards, a shard is the same program on every
-mesh, and so are all sums, to the bit where a program is (on CPUs).
+mesh, and so are all sums, to the bit where a program is (on CPUs). The optimiser, which follows the
+noise, may be compiled and so rounded differently.
 
 Parameters and the state of the optimiser stay as the caller has placed them, replicated or sharded
 over any axis of the mesh. All other axes are left to the compiler.
