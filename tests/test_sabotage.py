@@ -18,7 +18,7 @@ from mirrordp.auditing import Algorithm, Attack
 from mirrordp.privacy import _isolation, sampling as sampling_module
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.report import NOT_FOR_RELEASE
-from mirrordp.training import bookkeeping, central, engine, federated
+from mirrordp.training import bookkeeping, engine, federated
 from mirrordp.training.federated import FederatedStep
 from tests import tools
 from tests.test_sampling import PoissonStatistics
@@ -518,9 +518,7 @@ def test_sampling_attack_finds_batches_that_are_not_poisson(kind, problem):
 
 def test_sampling_attack_finds_rows_that_are_left_out_of_a_large_batch(monkeypatch):
     """The end of a draw above the capacity, which takes passes of its own, is dropped."""
-    monkeypatch.setattr(
-        central, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1]
-    )
+    monkeypatch.setattr(engine, "passes", lambda draw, size: sampling_module.passes(draw, size)[:1])
     sampling = tools.poisson(30, rows=120, capacity=32)
     (found,) = auditing.audit(
         tools.mechanism(sampling=sampling), algorithms=[Algorithm.DP_SGD],

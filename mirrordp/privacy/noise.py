@@ -263,7 +263,10 @@ class SecureGaussianNoise:
             state,
         )
         parts = jnp.split(noise, np.cumsum(sizes)[:-1])
-        shaped = [part.reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
+        shaped = [
+            _on_every_device(part.reshape(leaf.shape))
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
         add = functools.partial(_add_on_lattice, granularity=granularity)
         return _added(add, total, jax.tree.unflatten(tree, shaped), weight), state + 1
 
@@ -388,15 +391,25 @@ def _add_streams(
     return _added(jnp.add, total, _separate(noise, like), weight), state
 
 
-# Leaves of more numbers keep a draw of their own, which spares copying them.
+# Leaves of more numbers keep a draw of their own, which spares copying them. They keep their shape
+# too, so that their noise can be drawn wherever parts of them lie.
 _LARGE_LEAF = 2**20
+# Vectors of many numbers can be divided among devices evenly.
+_MULTIPLE = 64
 
 
 def _join(tree: PyTree) -> dict[str, jax.Array]:
     parts: dict[str, list[jax.Array]] = {}
     for name, leaf in _groups(tree):
-        parts.setdefault(name, []).append(jnp.ravel(leaf))
-    return {name: jnp.concatenate(leaves) for name, leaves in parts.items()}
+        parts.setdefault(name, []).append(leaf)
+    return {name: _joined(leaves) for name, leaves in parts.items()}
+
+
+def _joined(leaves: list[jax.Array]) -> jax.Array:
+    if leaves[0].size > _LARGE_LEAF:
+        return leaves[0]
+    vector = jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+    return jnp.pad(vector, (0, -vector.size % _MULTIPLE if vector.size > _MULTIPLE else 0))
 
 
 def _separate(joined: Any, like: PyTree) -> PyTree:
@@ -404,9 +417,24 @@ def _separate(joined: Any, like: PyTree) -> PyTree:
     ends = dict.fromkeys(joined, 0)
     leaves = []
     for name, leaf in _groups(like):
+        if leaf.size > _LARGE_LEAF:
+            leaves.append(joined[name])
+            continue
         start, ends[name] = ends[name], ends[name] + leaf.size
-        leaves.append(joined[name][start : ends[name]].reshape(leaf.shape))
+        own = joined[name][start : ends[name]].reshape(leaf.shape)
+        leaves.append(_on_every_device(own))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _on_every_device(leaf: jax.Array) -> jax.Array:
+    """Lets every device of a mesh, if one is in use, draw all noise of a small leaf.
+
+    Otherwise the compiler might divide the vector of many leaves as one of them is divided, and
+    would have to send around what belongs to the others.
+    """
+    if set(jax.sharding.get_abstract_mesh().axis_types) != {jax.sharding.AxisType.Auto}:
+        return leaf
+    return lax.with_sharding_constraint(leaf, jax.sharding.PartitionSpec())
 
 
 def _groups(tree: PyTree) -> Iterator[tuple[str, jax.Array]]:

@@ -148,6 +148,20 @@ class ExactSum:
         """Returns the halves of each leaf."""
         return list(zip(*map(jax.tree.leaves, (self.high, self.low)), strict=True))
 
+    def map_integers(self, functions: Sequence[Callable[[jax.Array], jax.Array]]) -> "ExactSum":
+        """Returns the sum with a function of 64-bit integers applied to each leaf."""
+
+        def applied(function: Callable[[jax.Array], jax.Array], high: Any, low: Any) -> Halves:
+            return split(function(whole(high, low)))
+
+        pairs = [
+            float64_call(functools.partial(applied, function), *halves)
+            for function, halves in zip(functions, self.leaves(), strict=True)
+        ]
+        tree = jax.tree.structure(self.high)
+        high, low = (jax.tree.unflatten(tree, part) for part in zip(*pairs, strict=True))
+        return dataclasses.replace(self, high=high, low=low)
+
     def zeros(self) -> PyTree:
         """Returns floating-point zeros of the shapes and types of `floats()`."""
         leaves, tree = jax.tree.flatten(self.high)
@@ -230,7 +244,11 @@ def split(total: jax.Array) -> Halves:
 
 def joined(high: jax.Array, low: jax.Array, exponent: int) -> jax.Array:
     """Returns the number in float64, rounded beyond 2⁵³ grains; needs 64-bit types switched on."""
-    total = (lax.convert_element_type(high, jnp.int64) << 32) | lax.convert_element_type(
+    return lax.convert_element_type(whole(high, low), jnp.float64) * 2.0**exponent
+
+
+def whole(high: jax.Array, low: jax.Array) -> jax.Array:
+    """Inverts `split`; to be called where 64-bit types are on."""
+    return (lax.convert_element_type(high, jnp.int64) << 32) | lax.convert_element_type(
         low, jnp.int64
     )
-    return lax.convert_element_type(total, jnp.float64) * 2.0**exponent

@@ -30,7 +30,6 @@ from mirrordp.privacy import _isolation
 from mirrordp.privacy._convolutions import where_faster
 from mirrordp.privacy.clipping import ClippedGrad, example_key, example_of, value_and_grad_program
 from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.privacy.sampling import passes
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.training.step import (
@@ -170,10 +169,14 @@ class TrainStep:
         """How many rows one pass computes: nearly always all rows of a step."""
         return self.mechanism.sampling.capacity
 
-    def passes(self, batch: np.ndarray, private: PrivateData) -> np.ndarray:
-        """Returns the row numbers of a batch as rows of `pass_size`, filled up with PADDING."""
+    def ordered(self, batch: np.ndarray, private: PrivateData) -> np.ndarray:
+        """Returns the row numbers of a batch as they were drawn."""
         del private
-        return passes(batch, self.pass_size)
+        return batch
+
+    def part(self, records: Batch, numbers: np.ndarray) -> Batch:
+        """Returns the rows of these numbers, on the host."""
+        return self.take(records, numbers)
 
     def take(self, records: Batch, numbers: Any) -> Batch:
         """Returns the rows of these numbers, on the host or on the device."""

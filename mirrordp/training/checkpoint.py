@@ -53,9 +53,11 @@ KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
 
-# The first is compared only if steps are repeated; the second tells whether they are.
+# The first and third are compared only if steps are repeated; the second tells whether they are.
 _PROCESSORS = "number of processors"
 _IS_RARE = "whether steps are shown before they are kept"
+PLACEMENT = "devices"
+"""The name of what a configuration says about devices, compared only if steps are repeated."""
 
 
 class CheckpointError(StorageError):
@@ -274,7 +276,7 @@ class RunFolder:
                 "XLA_FLAGS=--xla_gpu_deterministic_ops=true if the run began so, or begin another "
                 "run; what was charged stays charged."
             )
-        left_out = {_IS_RARE} if replays else {_IS_RARE, _PROCESSORS}
+        left_out = {_IS_RARE} if replays else {_IS_RARE, _PROCESSORS, PLACEMENT}
         then, now = ({k: v for k, v in c.items() if k not in left_out} for c in (then, now))
         _compare(then, now, self.folder)
 
@@ -493,10 +495,12 @@ def program(name: str, function: Any, *like: Any) -> str:
                 "it with JAX (jax.debug.print is allowed), or train without a checkpoint."
             )
     held = _fingerprint.of_arrays(b"no secret", _jaxprs.constants(traced.jaxpr))
-    text = _without_names(traced.lower().as_text())
+    text = _without_names(_MESH.sub("", traced.lower().as_text()))
     return _fingerprint.of_text({"program": text, "constants": held})
 
 
+# How many devices there are is not what a function computes; see `PLACEMENT`.
+_MESH = re.compile(r"mhlo\.num_partitions = \d+|^ *sdy\.mesh .*$", re.MULTILINE)
 _SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
 _DEFINED = re.compile(rf"(?:^module|\bfunc\.func(?: \w+)?) ({_SYMBOL.pattern})", re.MULTILINE)
 

@@ -6,7 +6,8 @@ Compiled code sees *passes*: rows of `step.pass_size` record numbers. A step's s
 its last pass, and only then is the noise added, once. A draw above the capacity takes further
 passes of the same shape, so nothing is dropped and nothing is compiled twice.
 
-Several runs (`mirrordp.train_sweep`) are a leading axis of the same program.
+Several runs (`mirrordp.train_sweep`) are a leading axis of the same program. Several devices are a
+matter of `mirrordp.training.placement`.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from mirrordp.data import Overlap
 from mirrordp.privacy.clipping import example_key, example_of, with_key
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import interruptible
-from mirrordp.privacy.sampling import PADDING
+from mirrordp.privacy.sampling import PADDING, passes
 from mirrordp.privacy.secure import SecureRandom
 from mirrordp.spending import fingerprint as _fingerprint
 from mirrordp.spending.budget import Budget
@@ -38,6 +39,13 @@ from mirrordp.spending.ledger import Ledger
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import Books, Kept, check_spend
 from mirrordp.training.checkpoint import Checkpoint
+from mirrordp.training.placement import (
+    Layout,
+    Placement,
+    on_mesh,
+    placement_for,
+    rows_per_shard,
+)
 from mirrordp.training.step import (
     Private,
     PrivateSum,
@@ -73,16 +81,23 @@ class TrainOptions:
             device computes; by default only if they do not fit on the device.
         overlap: what happens to private records that are public too. Rows of another structure
             (with `public_loss_fn`) are not compared; users are compared by name.
+        shards: the number of parts into which private records are cut, one or more for each device
+            of a mesh; by default, one. With equally many shards, clipped sums are the same on every
+            mesh, on CPUs to the bit; what follows the noise may be rounded differently. With other
+            numbers of shards, sums are rounded differently too.
     """
 
     steps_per_call: int | None = None
     stream: bool | None = None
     overlap: Overlap = Overlap.DROP
+    shards: int | None = None
 
     def __post_init__(self):
         _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=self.overlap)
         if self.steps_per_call is not None:
             _validate.positive_integer(steps_per_call=self.steps_per_call)
+        if self.shards is not None:
+            _validate.positive_integer(shards=self.shards)
 
 
 class SweepRun(NamedTuple):
@@ -114,6 +129,7 @@ def train(
     spend: Ledger | Budget | None = None,
     checkpoint: Checkpoint | None = None,
     state: State | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     options: TrainOptions = TrainOptions(),  # noqa: B008
 ) -> Iterator[tuple[Any, TrainInfo]]:
     """Trains under the guarantee of `step.mechanism`; yields `(state, info)` every few steps.
@@ -144,6 +160,10 @@ def train(
         state: instead of a checkpoint, goes on from the state that an earlier call with the same
             arguments and seed yielded; what came before was charged there. The remaining steps draw
             as they would have.
+        mesh: several devices, such as `jax.make_mesh((8,), ("data",))`. Private records and batches
+            are split over the axis "data". Parameters that the caller has sharded over the mesh
+            stay so, and so does what the optimiser makes of them; all others are replicated. See
+            docs/scaling.md.
         options: how the run is driven; see `TrainOptions`.
 
     Returns:
@@ -152,7 +172,7 @@ def train(
     run = SweepRun(alpha=alpha, seed=seed)
     blocks = start(
         step, params, private, public, [run], num_steps=num_steps, spend=spend,
-        checkpoint=checkpoint, given=state, options=options,
+        checkpoint=checkpoint, given=state, mesh=mesh, options=options,
     )  # fmt: skip
     return _only_run(blocks)
 
@@ -211,6 +231,8 @@ class _Plan(NamedTuple):
     steps_per_call: int
     stream: bool
     is_sweep: bool
+    placement: Placement | None = None
+    layout: Layout | None = None
 
     @property
     def may_skip(self) -> bool:
@@ -220,16 +242,37 @@ class _Plan(NamedTuple):
     @property
     def passes_per_call(self) -> int:
         """The passes of one compiled call, chosen so that few are idle in a block's last call."""
-        per_step = -(-self.step.mechanism.sampling.capacity // self.step.pass_size)
+        if self.placement is None or self.layout is None:
+            capacity, size = self.step.mechanism.sampling.capacity, self.step.pass_size
+        else:
+            capacity = rows_per_shard(self.step.mechanism, self.placement.shards)
+            size = self.layout.size
+        per_step = -(-capacity // size)
         wanted = self.steps_per_call * per_step
         calls = -(-wanted // _MAX_PASSES_PER_CALL)
         return -(-wanted // calls)
 
-    def on_device(self) -> tuple[PyTree | None, jax.Array, PyTree | None]:
-        """Private records unless they are streamed, which of them are excluded, public records."""
+    def on_device(self) -> tuple[PyTree | None, PyTree | None]:
+        """Private records unless they are streamed, and public records."""
         private = None if self.stream else self.step.records(self.private)
         public = None if self.public is None else self.step.records(self.public)
-        return jax.device_put((private, self.excluded, public))
+        if self.placement is None or self.layout is None:
+            return jax.device_put((private, public))
+        if private is not None:
+            private = self.placement.put_records(self.step, private, self.layout)
+        return private, jax.device_put(public, self.placement.named())
+
+    def passes(self, draw: np.ndarray, *salt: int) -> np.ndarray:
+        """Returns the records of one draw by pass, and by shard if there are several.
+
+        Records that are left out become padding where they are, so that no other record moves.
+        """
+        order = functools.partial(self.step.ordered, private=self.private)
+        if self.layout is None:
+            rows = passes(order(draw), self.step.pass_size)
+        else:
+            rows = self.layout.passes(draw, order, *salt)
+        return np.where((rows != PADDING) & self.excluded[rows], PADDING, rows)
 
     def block(self, start: int) -> np.ndarray:
         """α of the steps of one block."""
@@ -248,6 +291,7 @@ def start(
     checkpoint: Checkpoint | None,
     options: TrainOptions,
     given: State | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     is_sweep: bool = False,
 ) -> Iterator[tuple[Any, list[TrainInfo]]]:
     """Checks a request, opens its books, and returns the blocks of its runs; see `train`.
@@ -263,26 +307,21 @@ def start(
     alphas = np.stack([schedules.evaluate(schedules.as_schedule(run.alpha), total) for run in runs])
     for row in alphas:
         check_charged_steps(row, mechanism)
-    params = jax.tree.map(jnp.asarray, params)
-    step.check(params, private, public)
-    mechanism.check_num_examples(len(private))
-    needs_grad = needs_public_grad(step, params, has_public=public is not None)
-    reads_public = needs_grad or bool((alphas < 1).any())
-    if reads_public and public is None:
-        reason = f"alpha goes down to {float(alphas.min()):g}"
-        if needs_grad:
-            reason = "the optimizer takes a public gradient"
-        raise ValueError(
-            f"{reason}, so public data is needed, got none. Pass public=..., or train on private "
-            "data alone: alpha=1, with an optimizer of private gradients."
-        )
-    if reads_public:
-        loss_fn = step.public_loss_fn or step.loss_fn
-        check_loss("public_loss_fn", loss_fn, params, public.arrays)  # pyright: ignore[reportOptionalMemberAccess]
-    first = _check_state(given, runs, checkpoint, alphas)
-    starts = [_starting_point(step, params, run) for run in runs]
-    step = step.fitted(params, private)
-    with contextlib.ExitStack() as stack:
+    placement = placement_for(mesh, options.shards)
+    if placement is not None:
+        placement.check(mechanism, len(private))
+    with on_mesh(placement):
+        params = _placed(params, placement)
+        step.check(params, private, public)
+        mechanism.check_num_examples(len(private))
+        needs_grad = needs_public_grad(step, params, has_public=public is not None)
+        reads_public = needs_grad or bool((alphas < 1).any())
+        if reads_public:
+            _check_public(step, params, public, alphas, needs_grad=needs_grad)
+        first = _check_state(given, runs, checkpoint, alphas)
+        starts = [_starting_point(step, params, run, placement) for run in runs]
+        step = step.fitted(params, private)
+    with on_mesh(placement), contextlib.ExitStack() as stack:
         books = Books.open(
             mechanism,
             private,
@@ -303,14 +342,47 @@ def start(
             needs_public_grad=needs_grad,
             excluded=step.excluded(private, public, options.overlap),
             steps_per_call=min(options.steps_per_call or step.steps_per_call, total),
-            stream=not fits_on_device(private) if options.stream is None else options.stream,
+            stream=_streams(private, placement) if options.stream is None else options.stream,
             is_sweep=is_sweep,
+            placement=placement,
         )
         entropies = books.verified(functools.partial(_configuration, plan, starts))
         random = [randomness(entropy, secure=mechanism.is_secure) for entropy in entropies]
+        if placement is not None:
+            plan = plan._replace(layout=_layout(plan, placement, entropies[0]))
         blocks = _generate(plan, starts, given, random, books)
         stack.pop_all()  # from here on the generator closes the books
     return blocks
+
+
+def _placed(params: Params, placement: Placement | None) -> Params:
+    params = jax.tree.map(jnp.asarray, params)
+    return params if placement is None else placement.put_params(params)
+
+
+def _layout(plan: _Plan, placement: Placement, entropy: int | None) -> Layout:
+    step = plan.step
+    return Layout.of(
+        step.mechanism,
+        len(plan.private),
+        placement.shards,
+        size=min(step.pass_size, rows_per_shard(step.mechanism, placement.shards)),
+        entropy=secrets.randbits(128) if entropy is None else entropy,
+    )
+
+
+def _check_public(
+    step: Step, params: Params, public: Public | None, alphas: np.ndarray, *, needs_grad: bool
+) -> None:
+    if public is None:
+        reason = f"alpha goes down to {float(alphas.min()):g}"
+        if needs_grad:
+            reason = "the optimizer takes a public gradient"
+        raise ValueError(
+            f"{reason}, so public data is needed, got none. Pass public=..., or train on private "
+            "data alone: alpha=1, with an optimizer of private gradients."
+        )
+    check_loss("public_loss_fn", step.public_loss_fn or step.loss_fn, params, public.arrays)
 
 
 def _check_kinds(step: Any, options: Any) -> None:
@@ -360,13 +432,12 @@ class _Start(NamedTuple):
     params: Params
     opt_state: PyTree
 
-    def state(self, step: Step, key: jax.Array) -> State:
-        return step.init(self.params, key)._replace(opt_state=self.opt_state)
 
-
-def _starting_point(step: Step, params: Params, run: SweepRun) -> _Start:
+def _starting_point(
+    step: Step, params: Params, run: SweepRun, placement: Placement | None = None
+) -> _Start:
     if run.params is not None:
-        own = jax.tree.map(jnp.asarray, run.params)
+        own = _placed(run.params, placement)
         if jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, params):
             raise ValueError(
                 "the params of a run must have the structure and shapes of the common params, got "
@@ -394,10 +465,12 @@ def _starting_point(step: Step, params: Params, run: SweepRun) -> _Start:
 class _Passes(NamedTuple):
     """Inputs of a compiled call: one row per pass, padded with idle passes to a fixed number.
 
-    Leaves have an axis for runs first, except `is_last`, which all runs share.
+    Leaves have an axis for runs first, except `is_last`, which all runs share. With several shards,
+    an axis for shards follows that for passes.
     """
 
     numbers: Any  # [passes, pass_size] of records, PADDING where there is none
+    places: Any  # where these records lie on their device, if there are several shards
     batch: Any  # the records themselves where they are streamed, otherwise None
     alpha: Any  # [passes], 0 in an idle pass
     is_last: Any  # [passes] True where a step's sum is complete, never in an idle pass
@@ -407,11 +480,11 @@ def _scan_passes(
     step: Step,
     may_skip: bool,
     needs_public_grad: bool,
+    placement: Placement | None,
     state: State,
     partial_sum: PrivateSum,
     inputs: _Passes,
     private: PyTree | None,
-    excluded: jax.Array,
     public: PyTree | None,
     keys: Keys,
 ) -> tuple[State, PrivateSum, StepInfo]:
@@ -420,13 +493,15 @@ def _scan_passes(
     What a pass must not touch is put back by selection unless the step asks for branches; only
     where α = 0 occurs (`may_skip`) is there always a branch, around the private sum.
     """
-    zero = step.zero_sum(state)
+    zero = jax.tree.map(jnp.zeros_like, partial_sum)
 
     def add_pass(state, partial_sum, x):
-        is_padding = (x.numbers == PADDING) | excluded[jnp.maximum(x.numbers, 0)]
-        batch = x.batch if private is None else step.take(private, x.numbers)
         # Keys are bound to a record, not to its place in the batch: others cannot change them.
         step_key = jax.random.fold_in(keys.loss, state.step)
+        if placement is not None:
+            return placement.private_sum(step, state, partial_sum, x, private, step_key)
+        batch = x.batch if private is None else step.take(private, x.numbers)
+        is_padding = x.numbers == PADDING
         new = step.private_sum(state, batch, is_padding, record_keys(step_key, x.numbers))
         return partial_sum + new
 
@@ -453,32 +528,41 @@ def _scan_passes(
             partial_sum = add_pass(state, partial_sum, x)
 
         def finish():
-            finished, info = step.finish(state, partial_sum, public_side(state, x.alpha), x.alpha)
+            total = partial_sum
+            if placement is not None:
+                total = placement.total(step, state, partial_sum)
+            finished, info = step.finish(state, total, public_side(state, x.alpha), x.alpha)
             return (finished, zero), info
 
         if step.branches:
-            return jax.lax.cond(x.is_last, finish, lambda: ((state, partial_sum), StepInfo.zero()))
-        finished, info = finish()
-        return select(x.is_last, finished, (state, partial_sum)), info
+            found, info = jax.lax.cond(
+                x.is_last, finish, lambda: ((state, partial_sum), StepInfo.zero())
+            )
+        else:
+            finished, info = finish()
+            found = select(x.is_last, finished, (state, partial_sum))
+        if placement is not None:
+            found = (placement.kept(found[0]), found[1])
+        return found, info
 
     (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
-    return state, partial_sum, infos
+    return state if placement is None else placement.kept(state), partial_sum, infos
 
 
-@functools.partial(jax.jit, static_argnames=("step", "may_skip", "needs_public_grad"))
+@functools.partial(jax.jit, static_argnames=("step", "may_skip", "needs_public_grad", "placement"))
 def _run_passes(
-    step, may_skip, needs_public_grad, state, partial_sum, inputs, private, excluded, public, keys
+    step, may_skip, needs_public_grad, placement, state, partial_sum, inputs, private, public, keys
 ):
     """`_scan_passes` for every run; what a single run carries has no axis for runs."""
-    scan = functools.partial(_scan_passes, step, may_skip, needs_public_grad)
+    scan = functools.partial(_scan_passes, step, may_skip, needs_public_grad, placement)
     own = inputs._replace(is_last=None)
     if inputs.alpha.shape[0] == 1:
         # Mapping over an axis of length one would only cost.
         only = jax.tree.map(lambda leaf: leaf[0], own)._replace(is_last=inputs.is_last)
-        return scan(state, partial_sum, only, private, excluded, public, keys)
+        return scan(state, partial_sum, only, private, public, keys)
     # `is_last` belongs to all runs: mapped over, it would turn one selection into many.
-    axes = (0, 0, jax.tree.map(lambda _: 0, own), None, None, None, 0)
-    return jax.vmap(scan, in_axes=axes)(state, partial_sum, inputs, private, excluded, public, keys)
+    axes = (0, 0, jax.tree.map(lambda _: 0, own), None, None, 0)
+    return jax.vmap(scan, in_axes=axes)(state, partial_sum, inputs, private, public, keys)
 
 
 # The loop.
@@ -495,15 +579,20 @@ def _generate(
     with contextlib.closing(books):
         batches = books.batches(len(plan.private), [rng for rng, _ in random])
         keys = _stacked([keys for _, keys in random])
-        states = [
-            start.state(step, own.noise) for start, (_, own) in zip(starts, random, strict=True)
-        ]
-        zero = _stacked([step.zero_sum(states[0])] * len(states))
+        placement, make = plan.placement, functools.partial(_first_state, step)
+        if placement is not None:
+            placement = placement.with_specs(_like_first(step, starts[0], random[0][1].noise))
+            make = functools.partial(placement.made, make)
+        states = [make(start, own.noise) for start, (_, own) in zip(starts, random, strict=True)]
+        partial_sum = _stacked([step.zero_sum(states[0])] * len(states))
+        if placement is not None:
+            partial_sum = placement.put_sum(partial_sum, is_stacked=len(states) > 1)
         begin = 0
         if given is None:
             state, kept = books.begin(_stacked(states), batches)
             if kept is not None:
                 begin = kept.step
+                state = _in_place(placement, state, len(states))
                 yield _shown(plan, state), _infos(kept, total, books.seeds)
         else:
             # Another run from this state would have the same noise.
@@ -512,18 +601,18 @@ def _generate(
             for _ in range(int((plan.alphas[0, :begin] > 0).sum())):
                 next(batches[0])
         charged = (plan.alphas[:, :begin] > 0).sum(axis=1)
-        partial_sum = zero
+        state = _in_place(placement, state, len(states))
         arrays = plan.on_device()
         for start, calls in _prepared_blocks(plan, batches, begin):
             block = plan.block(start)
             before, charged = charged, charged + (block > 0).sum(axis=1)
             books.charge(before, charged)
             infos = []
-            with interruptible():
+            with interruptible(), on_mesh(placement):
                 for inputs in calls:
                     state, partial_sum, info = _run_passes(
-                        step, plan.may_skip, plan.needs_public_grad, state, partial_sum, inputs,
-                        *arrays, keys,
+                        step, plan.may_skip, plan.needs_public_grad, placement, state, partial_sum,
+                        inputs, *arrays, keys,
                     )  # fmt: skip
                     infos.append(info)
                 info = _whole_steps(calls, infos)
@@ -539,6 +628,21 @@ def _stacked(trees: Sequence[Any]) -> Any:
     if len(trees) == 1:
         return trees[0]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _first_state(step: Step, start: _Start, key: jax.Array) -> State:
+    return step.init(start.params, key)._replace(opt_state=start.opt_state)
+
+
+def _like_first(step: Step, start: _Start, key: jax.Array) -> State:
+    """Returns the first state with shapes in place of the arrays that are not made yet."""
+    like = jax.eval_shape(functools.partial(_first_state, step), start, key)
+    average = None if like.average is None else start.params
+    return like._replace(params=start.params, opt_state=start.opt_state, average=average)
+
+
+def _in_place(placement: Placement | None, state: State, num_runs: int) -> State:
+    return state if placement is None else placement.put_state(state, is_stacked=num_runs > 1)
 
 
 def _shown(plan: _Plan, state: State) -> State:
@@ -571,20 +675,18 @@ def _prepared_blocks(
     executor = ThreadPoolExecutor(max_workers=1)
     is_finalizing = sys.is_finalizing  # at the end of the interpreter `sys` may be gone
     try:
-        upcoming = executor.submit(_packed, plan, plan.block(starts[0]), batches)
+        upcoming = executor.submit(_packed, plan, starts[0], batches)
         for start, following in itertools.zip_longest(starts, starts[1:]):
             prepared = upcoming.result()
             if following is not None:
-                upcoming = executor.submit(_packed, plan, plan.block(following), batches)
+                upcoming = executor.submit(_packed, plan, following, batches)
             yield start, prepared
     finally:
         # A run that was left unfinished may end with the interpreter, when no thread can be joined.
         executor.shutdown(wait=not is_finalizing())
 
 
-def _packed(
-    plan: _Plan, alphas: np.ndarray, batches: Sequence[Iterator[np.ndarray]]
-) -> list[_Passes]:
+def _packed(plan: _Plan, start: int, batches: Sequence[Iterator[np.ndarray]]) -> list[_Passes]:
     """Draws the batches of a block of steps and lays them out as calls of one fixed shape.
 
     Several runs go in step: where one needs a further pass, the others pad. Where one call does not
@@ -592,18 +694,18 @@ def _packed(
 
     Args:
         plan: what is to run.
-        alphas: α of the block's steps, one row per run.
+        start: the first step of the block.
         batches: for each run, the draws to come.
     """
-    step, size = plan.step, plan.step.pass_size
+    step, alphas = plan.step, plan.block(start)
     numbers, lengths = [], []
-    for weights in alphas.T:
+    for number, weights in enumerate(alphas.T, start):
         # A step that reads no private data draws no batch either.
         draws = [
-            step.passes(next(draw) if weight > 0 else np.zeros(0, "i4"), plan.private)
-            for weight, draw in zip(weights, batches, strict=True)
+            plan.passes(next(draw) if weight > 0 else np.zeros(0, "i4"), run, number)
+            for run, (weight, draw) in enumerate(zip(weights, batches, strict=True))
         ]
-        rows = np.full((len(draws), max(map(len, draws)), size), PADDING, "i4")
+        rows = np.full((len(draws), max(map(len, draws)), *draws[0].shape[1:]), PADDING, "i4")
         for run, draw in enumerate(draws):
             rows[run, : len(draw)] = draw
         numbers.append(rows)
@@ -613,18 +715,22 @@ def _packed(
     idle = -len(is_last) % plan.passes_per_call
     is_last = np.pad(is_last, (0, idle))
     alpha = np.pad(np.repeat(alphas, lengths, axis=1), ((0, 0), (0, idle)))
-    all_numbers = np.pad(
-        np.concatenate(numbers, axis=1), ((0, 0), (0, idle), (0, 0)), constant_values=PADDING
-    )
+    all_numbers = np.concatenate(numbers, axis=1)
+    rest = ((0, 0),) * (all_numbers.ndim - 2)
+    all_numbers = np.pad(all_numbers, ((0, 0), (0, idle), *rest), constant_values=PADDING)
     host = step.records(plan.private) if plan.stream else None
     calls = []
     for first in range(0, len(is_last), plan.passes_per_call):
         part = slice(first, first + plan.passes_per_call)
         rows = all_numbers[:, part]
         batch = None if host is None else step.take(host, rows)
+        places = None
+        if plan.placement is not None and plan.layout is not None:
+            places = plan.layout.places(rows, plan.placement.devices)
+            rows, places, batch = plan.placement.put_inputs((rows, places, batch))
         # `is_last` stays on the host: it also says which results are those of a whole step.
-        rows, batch, weights = jax.device_put((rows, batch, alpha[:, part]))
-        calls.append(_Passes(rows, batch, weights, is_last[part]))
+        rows, places, batch, weights = jax.device_put((rows, places, batch, alpha[:, part]))
+        calls.append(_Passes(rows, places, batch, weights, is_last[part]))
     return calls
 
 
@@ -649,7 +755,12 @@ _MAPPED = 2
 
 def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[str, str]:
     """Returns everything that decides what the run computes, in words or as a fingerprint."""
-    step, params = plan.step, plan.params
+    # What lies on several devices would be part of the text of a program.
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type),
+        plan.params,
+    )
+    step, placement = plan.step, plan.placement
     part = step.trainable.part(params)
     optimizer = optax.with_extra_args_support(step.optimizer)
     extra_args = {} if plan.public is None else {"public_grad": part}
@@ -661,16 +772,21 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[st
         "loss_fn": _described_loss("loss_fn", step, step.loss_fn, params, plan.private),
         "optimizer": checkpoints.program(
             "optimizer",
-            functools.partial(optimizer.update, **extra_args),
+            lambda *args: optimizer.update(*args[:-1], **args[-1]),
             part,
-            optimizer.init(part),
+            jax.eval_shape(optimizer.init, part),
             part,
+            extra_args,
         ),
         "starting parameters": _fingerprint.of_arrays(key, [tuple(start) for start in starts]),
         **{name: str(getattr(step, name)) for name in names},
         "alpha": checkpoints.outline(plan.alphas),
         "steps_per_call": str(plan.steps_per_call),
         "stream": str(plan.stream),
+        "shards": str(1 if placement is None else placement.shards),
+        checkpoints.PLACEMENT: "one device"
+        if placement is None
+        else placement.described(plan.params),
         "form of the private data": str(jax.tree.structure(records)),
         "private data": _fingerprint.of_arrays(key, (records, plan.excluded)),
     }
@@ -706,8 +822,9 @@ def _described_loss(
     return checkpoints.program(name, both, step.trainable.part(params), params, batch, keys)
 
 
-def fits_on_device(private: Private) -> bool:
-    """Returns whether the records take at most half of the memory of the default device."""
-    stats = jax.devices()[0].memory_stats() or {}
+def _streams(private: Private, placement: Placement | None) -> bool:
+    """Returns whether a device's records take more than half of the memory of a device."""
+    stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
-    return limit is None or private.nbytes <= limit / 2
+    devices = 1 if placement is None else placement.devices
+    return limit is not None and private.nbytes / devices > limit / 2

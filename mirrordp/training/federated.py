@@ -49,7 +49,7 @@ from mirrordp.privacy.clipping import (
     with_key,
 )
 from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.privacy.sampling import PADDING, passes
+from mirrordp.privacy.sampling import PADDING
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.training.step import (
@@ -285,6 +285,16 @@ class ClientArrays:
             clients.arrays, clients.starts, clients.num_examples, clients.max_examples_per_user
         )
 
+    def part(self, users: np.ndarray) -> "ClientArrays":
+        """Returns some of the users, padded to the same width; on the host."""
+        counts = self.num_examples[users]
+        ends = np.cumsum(counts)
+        # Row r of the result is row r − (its user's new start) of this user.
+        shift = np.repeat(self.starts[users] - (ends - counts), counts)
+        rows = shift + np.arange(len(shift))
+        arrays = jax.tree.map(lambda leaf: leaf[rows], self.arrays)
+        return ClientArrays(arrays, (ends - counts).astype(np.int32), counts, self.width)
+
 
 class UserBatch(NamedTuple):
     """The rows of some users, padded alike, and how many of each user's rows are real."""
@@ -441,14 +451,18 @@ class FederatedStep:
         assert self.users_per_pass is not None, "call fitted() first"
         return self.users_per_pass
 
-    def passes(self, batch: np.ndarray, private: PrivateClients) -> np.ndarray:
-        """Returns the users of a cohort as rows of `pass_size`, filled up with PADDING.
+    def ordered(self, batch: np.ndarray, private: PrivateClients) -> np.ndarray:
+        """Returns the users of a cohort from the largest to the smallest.
 
         Users with equally many rows lie side by side, so that none waits for a larger one.
         """
         cohort = batch[batch != PADDING]
         order = np.argsort(-np.asarray(private.num_examples)[cohort], kind="stable")
-        return passes(cohort[order], self.pass_size)
+        return cohort[order]
+
+    def part(self, records: ClientArrays, numbers: np.ndarray) -> ClientArrays:
+        """Returns the users of these numbers, on the host."""
+        return records.part(numbers)
 
     def take(self, records: ClientArrays, numbers: Any) -> UserBatch:
         """Returns the rows of these users, on the host or on the device."""

@@ -222,8 +222,12 @@ class Step(Protocol):
         """How many records one pass computes."""
         ...
 
-    def passes(self, batch: np.ndarray, private: Any) -> np.ndarray:
-        """Returns the record numbers of a batch as rows of `pass_size`, filled up with PADDING."""
+    def ordered(self, batch: np.ndarray, private: Any) -> np.ndarray:
+        """Returns the record numbers of a batch in the order in which they are computed."""
+        ...
+
+    def part(self, records: PyTree, numbers: np.ndarray) -> PyTree:
+        """Returns the records of these numbers in the form of `records`, on the host."""
         ...
 
     def take(self, records: PyTree, numbers: Any) -> Batch:

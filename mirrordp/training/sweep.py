@@ -38,6 +38,7 @@ def train_sweep(
     num_steps: int | None = None,
     spend: Ledger | Budget | None = None,
     checkpoint: Checkpoint | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     options: TrainOptions = TrainOptions(),  # noqa: B008
 ) -> Iterator[tuple[Any, list[TrainInfo]]]:
     """Trains all `runs` together; yields `(states, infos)` every few steps.
@@ -61,6 +62,7 @@ def train_sweep(
             seed of its own, or none, since costs add up for independent noise only. A budget
             refuses the sweep before any record is used if all of its runs together do not fit.
         checkpoint: as in `mirrordp.train`, one folder for the whole sweep.
+        mesh: as in `mirrordp.train`; every device computes its records' part of all runs.
         options: how the sweep is driven; see `TrainOptions`.
 
     Returns:
@@ -89,7 +91,7 @@ def train_sweep(
         step = dataclasses.replace(step, **losses)  # pyright: ignore[reportArgumentType]
     return engine.start(
         step, params, private, public, runs, num_steps=num_steps, spend=spend,
-        checkpoint=checkpoint, options=options, is_sweep=True,
+        checkpoint=checkpoint, mesh=mesh, options=options, is_sweep=True,
     )  # fmt: skip
 
 
