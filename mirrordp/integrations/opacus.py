@@ -59,7 +59,7 @@ from mirrordp import _validate
 from mirrordp._versions import library_versions
 from mirrordp._warn import warn
 from mirrordp.privacy import accounting
-from mirrordp.privacy.accounting import Adjacency, DpEvent, Epsilon
+from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.report import RunReport
@@ -290,10 +290,21 @@ class _Books:
             self._keep(charge)
         self._restored = count
 
-    def ledger_of_run(self) -> Ledger:
-        """Returns a ledger of this run alone."""
+    @property
+    def varies(self) -> bool:
+        """Whether not all steps were alike."""
+        return len({charge[:2] for charge in self.charges}) > 1
+
+    @property
+    def accountant(self) -> Accountant | None:
+        """RDP for steps that were not alike, where PLD would take seconds for each kind of step."""
+        has_rdp = self.spend.adjacency is not Adjacency.REPLACE
+        return Accountant.RDP if self.varies and has_rdp else None
+
+    def ledger_of_run(self, stop: int | None = None) -> Ledger:
+        """Returns a ledger of this run alone, or of its first `stop` charges."""
         found = Ledger(self.spend.adjacency)
-        for charge in self.charges:
+        for charge in self.charges[:stop]:
             found.charge(charge.event)
         return found
 
@@ -319,8 +330,9 @@ class _Mixing:
         is_split: whether a part of the next step's batch was accumulated since `public_step`.
         clip_norm: the largest clip norm of the parts of the next step's batch.
         may_step: whether the optimiser under Opacus' may be stepped, which is so after the noise.
-        forwards: for each forward pass of the module in which hooks were on, and which no step has
-            followed, the graph nodes of its output.
+        forwards: for each forward pass of the module that Opacus keeps activations of, the graph
+            nodes of its output.
+        kept: the number of activations that Opacus kept after the last of them.
     """
 
     hooks: GradSampleHooks
@@ -335,24 +347,32 @@ class _Mixing:
     clip_norm: float = 0.0
     may_step: bool = False
     forwards: list[list[Any]] = dataclasses.field(default_factory=list)
+    kept: int = 0
 
     @property
     def module(self) -> torch.nn.Module:
         """The module that the hooks are on."""
         return cast(torch.nn.Module, self.hooks._module)
 
-    def note_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    @property
+    def num_activations(self) -> int:
+        """How many activations Opacus keeps for backward passes to come."""
+        return sum(len(getattr(module, "activations", ())) for module in self.module.modules())
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Forgets forward passes that backward passes have followed; a hook of the module."""
+        del module, inputs
+        if self.num_activations == 0:
+            self.forwards.clear()
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Notes a forward pass in which Opacus kept activations; a hook of the module."""
         del inputs
         if self.hooks.hooks_enabled and module.training and torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves(output)
             nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.forwards.append([node for node in nodes if node is not None])
-
-    @property
-    def has_activations(self) -> bool:
-        """Whether Opacus keeps activations of a forward pass that no backward pass has followed."""
-        return any(getattr(module, "activations", None) for module in self.module.modules())
+            self.kept = self.num_activations
 
     def forget_activations(self) -> None:
         """Undoes what forward passes left for Opacus' backward hooks."""
@@ -365,6 +385,7 @@ class _Mixing:
             if hasattr(param, "_forward_counter"):
                 param._forward_counter = 0  # pyright: ignore[reportAttributeAccessIssue]
         self.forwards.clear()
+        self.kept = 0
 
     def next_step(self) -> None:
         """Notes that a step was taken."""
@@ -418,8 +439,8 @@ class PublicGradientOptimizer(DPOptimizer):
         has α < 1 and not at all for other steps. When `BatchMemoryManager` splits a batch, it is
         called for the first part only. How many parts there are depends on the private batch, so
         the function should also fetch the public rows: otherwise the parts would decide which rows
-        are used. A tensor must come from a forward pass in `public_pass()`, or from the only
-        forward pass of the module since the last step.
+        are used. A tensor must come from a forward pass in `public_pass()`, or from one of the
+        whole module while no private forward pass waits for its backward pass.
 
         Args:
             loss: the mean loss on public rows, or a function that returns it. Do not call
@@ -440,19 +461,23 @@ class PublicGradientOptimizer(DPOptimizer):
             )
         if not given and self._alpha() == 1:
             return None
-        if given and mixing.has_activations:
-            self._disown(loss)
+        if given and mixing.num_activations > 0:
+            self._disown(_mean(loss))
         with self.public_pass(), torch.enable_grad():
             found = _mean(loss if given else cast(Callable[[], Loss], loss)())
             mixing.public_grad = self._gradient(found)
         return found.detach()
 
-    def _disown(self, loss: Any) -> None:
-        """Takes the activations of a public forward pass away from Opacus, or raises."""
+    def _disown(self, loss: torch.Tensor) -> None:
+        """Takes the activations of a public forward pass away from Opacus, if it kept any."""
         mixing = self._mixing
-        forwards = list(mixing.forwards)
+        reached = [_reaches(loss, nodes) for nodes in mixing.forwards]
+        # Parts of the module may also have been called by themselves.
+        is_known = mixing.num_activations <= mixing.kept
+        if is_known and not any(reached):
+            return
         mixing.forget_activations()
-        if len(forwards) != 1 or not _reaches(_mean(loss), forwards[0]):
+        if not (is_known and all(reached)):
             raise RuntimeError(
                 "expected a public loss from a forward pass without Opacus' hooks, got one whose "
                 "activations cannot be told from private ones. Pass a function, "
@@ -621,8 +646,9 @@ class PublicGradientOptimizer(DPOptimizer):
 
     def spent(self, delta: float) -> Epsilon:
         """Returns ε at δ of all steps of this run so far."""
-        self._mixing.books.reconcile()
-        return self._mixing.books.ledger_of_run().epsilon(delta)
+        books = self._mixing.books
+        books.reconcile()
+        return books.ledger_of_run().epsilon(delta, accountant=books.accountant)
 
     def report(self, delta: float, **options: Any) -> RunReport:
         """Returns the privacy report of the run so far.
@@ -641,8 +667,7 @@ class PublicGradientOptimizer(DPOptimizer):
         options = {"title": "A model trained with Opacus and mirrordp"} | options
         if self.secure_mode:
             options = {"seeded": False} | options
-        varies = len({charge[:2] for charge in charges}) > 1
-        if isinstance(books.spend, Budget) or (books.is_shared and not varies):
+        if isinstance(books.spend, Budget) or (books.is_shared and not books.varies):
             options["spend"] = books.spend
         made = RunReport.of(
             _mechanism(self, self._mixing, charges),
@@ -652,30 +677,26 @@ class PublicGradientOptimizer(DPOptimizer):
         )
         versions = {**library_versions(), "torch": torch.__version__, "opacus": opacus.__version__}
         made = dataclasses.replace(made, versions=versions)
-        return self._with_charges(made, options.get("scope")) if varies else made
+        return self._with_charges(made, options.get("scope")) if books.varies else made
 
     def _with_charges(self, made: RunReport, scope: str | None) -> RunReport:
         """Returns a report whose ε is that of steps that were not all alike."""
         books = self._mixing.books
-        spend, alone = books.spend, books.ledger_of_run()
+        spend = books.spend
         shared = books.is_shared and not isinstance(spend, Budget)
-        found = (spend if shared else alone).epsilon(made.delta)
+        ledger = spend if isinstance(spend, Ledger) and shared else books.ledger_of_run()
+        found = ledger.epsilon(made.delta, accountant=books.accountant)
         noises = [charge.noise_multiplier for charge in books.charges]
         covered = "everything charged to the ledger" if shared else "this run"
         covered += f", with noise multipliers from {min(noises):.4g} to {max(noises):.4g}"
-        partial, points = Ledger(spend.adjacency), []
-        for charge in books.charges:
-            partial.charge(charge.event)
-            points.append(partial.event)
         # A schedule may change the noise at every step, and a figure needs a few points.
-        chosen = sorted({math.ceil(len(points) * i / 8) - 1 for i in range(1, 9)})
-        counts = np.cumsum([charge.num_steps for charge in books.charges])
+        stops = {math.ceil(len(books.charges) * i / 8) for i in range(1, 9)}
         over_steps = tuple(
             (
-                int(counts[i]),
-                accounting.epsilon(points[i], made.delta, adjacency=made.adjacency).epsilon,
+                sum(charge.num_steps for charge in books.charges[:stop]),
+                books.ledger_of_run(stop).epsilon(made.delta, accountant=books.accountant).epsilon,
             )
-            for i in chosen
+            for stop in sorted(stops)
         )
         position = spend.position._asdict() if isinstance(spend, FileLedger) else made.ledger
         return dataclasses.replace(
@@ -706,6 +727,7 @@ def _mechanism(optimizer: DPOptimizer, mixing: _Mixing, charges: Sequence[Charge
         noise_multiplier=noise_multiplier,
         num_steps=max(sum(charge.num_steps for charge in charges), 1),
         adjacency=mixing.books.spend.adjacency,
+        accountant=mixing.books.accountant,
     )
 
 
@@ -858,7 +880,8 @@ def with_public_gradient(
     optimizer.__class__ = mixed
     found = cast(PublicGradientOptimizer, optimizer)
     found._mixing = mixing
-    mixing.module.register_forward_hook(mixing.note_forward)
+    mixing.module.register_forward_pre_hook(mixing.before_forward)
+    mixing.module.register_forward_hook(mixing.after_forward)
     optimizer.original_optimizer.register_step_pre_hook(found._guard)
     return found
 
@@ -979,7 +1002,7 @@ def warm_start(
             loss = loss_fn(module, batch)
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         train_losses.append(float(np.mean(losses)))
         holdout_losses.append(_judge(module, loss_fn, judges))
         if holdout_losses[-1] < best_loss:
