@@ -7,8 +7,11 @@ know it.
 import copy
 import importlib.util
 import os
+import subprocess
+import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -450,6 +453,22 @@ def test_a_private_forward_pass_is_not_taken_for_the_public_one():
         loss.backward()
 
 
+def test_an_opaque_output_is_refused():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            return types.SimpleNamespace(logits=self.inner(x))
+
+    made = mixed(module=Wrapped())
+    loss = F.cross_entropy(made.module(PUBLIC[0]).logits, PUBLIC[1])
+    with pytest.raises(RuntimeError, match="cannot be told from private ones"):
+        made.optimizer.public_step(loss)
+    made.optimizer.public_step(lambda: F.cross_entropy(made.module(PUBLIC[0]).logits, PUBLIC[1]))
+
+
 def test_parts_of_the_module_by_themselves():
     made = mixed()
     x = made.module._module[0](PUBLIC[0])
@@ -495,6 +514,15 @@ def test_learning_rate_schedulers(before):
     # At rate zero nothing moves, and the step is still charged.
     assert same(first, train(made, 1))
     assert made.optimizer.charged_steps == 2
+
+
+def test_two_processes():
+    script = Path(__file__).with_name("opacus_processes.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("agrees") == 4
 
 
 # Virtual steps.

@@ -49,6 +49,7 @@ try:
         DistributedUniformWithReplacementSampler,
         UniformWithReplacementSampler,
     )
+    from torch.utils import _pytree
 except ImportError as error:
     raise ImportError(
         "mirrordp.integrations.opacus needs PyTorch and Opacus 1.6 or newer. Install them: "
@@ -369,7 +370,7 @@ class _Mixing:
         """Notes a forward pass in which Opacus kept activations; a hook of the module."""
         del inputs
         if self.hooks.hooks_enabled and module.training and torch.is_grad_enabled():
-            leaves = torch.utils._pytree.tree_leaves(output)
+            leaves = _pytree.tree_leaves(output)
             nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.forwards.append([node for node in nodes if node is not None])
             self.kept = self.num_activations
@@ -378,7 +379,7 @@ class _Mixing:
         """Undoes what forward passes left for Opacus' backward hooks."""
         for module in self.module.modules():
             if getattr(module, "activations", None):
-                module.activations = []
+                cast(Any, module).activations = []
                 if hasattr(module, "max_batch_len"):
                     del module.max_batch_len
         for param in self.module.parameters():
@@ -472,8 +473,8 @@ class PublicGradientOptimizer(DPOptimizer):
         """Takes the activations of a public forward pass away from Opacus, if it kept any."""
         mixing = self._mixing
         reached = [_reaches(loss, nodes) for nodes in mixing.forwards]
-        # Parts of the module may also have been called by themselves.
-        is_known = mixing.num_activations <= mixing.kept
+        # Parts of the module may have been called by themselves, and outputs may be opaque.
+        is_known = mixing.num_activations <= mixing.kept and all(mixing.forwards)
         if is_known and not any(reached):
             return
         mixing.forget_activations()
@@ -1068,7 +1069,7 @@ def _judge(
 
 
 def _num_rows(batch: Any) -> int:
-    leaves = torch.utils._pytree.tree_leaves(batch)
+    leaves = _pytree.tree_leaves(batch)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
