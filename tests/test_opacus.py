@@ -201,6 +201,21 @@ def test_a_step_is_the_formula(mode, scale_noise, noises):
         torch.testing.assert_close(before[i] - 0.5 * expected, found.detach())
 
 
+def test_the_released_gradient_is_clipped_before_it_is_mixed(noises):
+    made = private()
+    with_public_gradient(
+        made.optimizer, made.module, made.loader, alpha=[1.0, 0.5], noisy_clip_norm=1e-3
+    )
+    before = params(made)
+    moves = []
+    for _ in range(2):
+        after = train(made, 1)
+        moves.append(torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]))
+        before = after
+    assert float(moves[0].norm()) == pytest.approx(0.5e-3, rel=1e-2)
+    assert float(moves[1].norm()) > 1e-2
+
+
 def as_jax(module):
     return {name: jnp.asarray(p.detach().numpy()) for name, p in module.named_parameters()}
 

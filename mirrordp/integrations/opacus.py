@@ -1,3 +1,5 @@
+# Gigabytes that not every developer has installed; CI has, and checks the types.
+# pyright: reportMissingImports=false
 """Public data for PyTorch models that Opacus trains: `pip install 'mirrordp[opacus]'`.
 
 After `PrivacyEngine.make_private(...)`, `with_public_gradient` turns Opacus' optimiser into one
@@ -323,6 +325,7 @@ class _Mixing:
         hooks: Opacus' hooks on the module.
         alphas: α_t for each step number.
         scale_noise: whether α multiplies the noise.
+        noisy_clip_norm: the norm to which the released gradient is clipped, or None.
         num_steps: the number of steps of the run, or None if it has no end.
         num_examples: n.
         books: what was charged.
@@ -339,6 +342,7 @@ class _Mixing:
     hooks: GradSampleHooks
     alphas: Callable[[int], np.float32]
     scale_noise: bool
+    noisy_clip_norm: float | None
     num_steps: int | None
     num_examples: int
     books: _Books
@@ -543,6 +547,8 @@ class PublicGradientOptimizer(DPOptimizer):
                 mixing.is_split = True
                 return False
             mixing.books.note_accounted()
+            if mixing.noisy_clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.params, mixing.noisy_clip_norm)
         if is_part:
             mixing.is_split = True
             return False
@@ -830,6 +836,7 @@ def with_public_gradient(
     *,
     alpha: float | Sequence[float] | AlphaSchedule,
     scale_noise: bool = True,
+    noisy_clip_norm: float | None = None,
     num_steps: int | None = None,
     spend: Ledger | Budget | None = None,
 ) -> PublicGradientOptimizer:
@@ -850,6 +857,8 @@ def with_public_gradient(
             private data.
         scale_noise: True is the paper: α multiplies the private sum and its noise. With False,
             α multiplies the sum before the noise, which stays as large as it is.
+        noisy_clip_norm: clips the released gradient to this norm once more, as the paper does for
+            images. Not in distributed runs.
         num_steps: the number of steps of the run, where further ones are refused. A budget needs
             it, and admits the run as a whole.
         spend: the ledger or budget to charge; by default a new ledger in memory.
@@ -868,12 +877,19 @@ def with_public_gradient(
             "which the number of records is secret: Opacus' sampling rate and divisor reveal it. "
             "Use Adjacency.ZERO_OUT, which costs the same epsilon."
         )
+    if noisy_clip_norm is not None:
+        _validate.positive(noisy_clip_norm=noisy_clip_norm)
+        if hasattr(optimizer, "world_size"):
+            raise ValueError(
+                "expected no noisy_clip_norm in a distributed run, where each process has a part "
+                "of the gradient when it would be clipped. Leave it out."
+            )
     alphas = _alphas(schedules.as_schedule(alpha), num_steps)
     draws, num_examples = _count_draws(loader)
     books = _Books(
         spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
     )
-    mixing = _Mixing(module, alphas, scale_noise, num_steps, num_examples, books)
+    mixing = _Mixing(module, alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books)
     kind = type(optimizer)
     mixed = type(f"PublicGradient{kind.__name__}", (PublicGradientOptimizer, kind), {})
     if isinstance(spend, Budget):
