@@ -812,6 +812,26 @@ def test_steps_that_only_opacus_counted_are_charged(accountant):
     assert made.optimizer.spent(DELTA).epsilon == other_epsilon(6)
 
 
+def test_optimizers_that_share_engine_and_ledger_are_charged_once():
+    ledger = Ledger(Adjacency.ZERO_OUT)
+    made = mixed(spend=ledger)
+    other = mixed(spend=ledger, engine=made.engine)
+    for each in (made, other, made):
+        train(each, 2)
+    assert ledger.epsilon(DELTA).epsilon == other_epsilon(6)
+    assert (made.optimizer.charged_steps, other.optimizer.charged_steps) == (4, 2)
+
+
+def test_a_refused_charge_is_tried_again(tmp_path):
+    with budget_of(tmp_path, 20.0) as budget:
+        made = mixed(spend=budget, num_steps=4)
+        other = private(engine=made.engine, noise=0.05)
+        train(other, 1, public=False)
+        for _ in range(2):
+            with pytest.raises(BudgetError):
+                made.optimizer.spent(DELTA)
+
+
 def other_epsilon(steps):
     event = accounting.poisson_event(SIGMA, sampling_prob=RATE, num_steps=steps)
     return accounting.epsilon(event, DELTA, adjacency=Adjacency.ZERO_OUT).epsilon
@@ -909,12 +929,13 @@ def test_going_back_gives_nothing_back():
     assert made.optimizer.spent(DELTA).epsilon == other_epsilon(6)
 
 
-def test_a_crash_forgets_no_charge(tmp_path):
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_crash_forgets_no_charge(tmp_path, before):
     with FileLedger.create(tmp_path / "ledger", Adjacency.ZERO_OUT) as ledger:
         made = mixed(spend=ledger)
-        train(made, 2)
+        train(made, before)
         state = made.optimizer.state_dict()
-        train(made, 3)  # lost in the crash, but perhaps seen
+        train(made, 5 - before)  # lost in the crash, but perhaps seen
     with FileLedger.open(tmp_path / "ledger") as ledger:
         resumed = mixed(spend=ledger)
         resumed.optimizer.load_state_dict(state)
@@ -936,6 +957,12 @@ def test_a_checkpoint_of_the_engine(tmp_path):
     )
     train(resumed, 2)
     assert resumed.optimizer.charged_steps == 5
+    # Going back gives nothing back and charges nothing again.
+    resumed.engine.load_checkpoint(
+        path=tmp_path / "checkpoint", module=resumed.module, optimizer=resumed.optimizer
+    )
+    train(resumed, 1)
+    assert resumed.optimizer.charged_steps == 6
     # Without the optimiser's state, the steps are known from Opacus' accountant.
     other = mixed()
     with warnings.catch_warnings():

@@ -23,16 +23,18 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import math
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
+import dp_accounting
 import numpy as np
 
 try:
-    import opacus
     import torch
     from opacus.accountants.accountant import IAccountant
     from opacus.data_loader import DPDataLoader
@@ -59,7 +61,6 @@ except ImportError as error:
     ) from error
 
 from mirrordp import _validate
-from mirrordp._versions import library_versions
 from mirrordp._warn import warn
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent, Epsilon
@@ -67,13 +68,13 @@ from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.report import RunReport
 from mirrordp.spending.budget import Budget
-from mirrordp.spending.ledger import Block, FileLedger, Ledger
+from mirrordp.spending.ledger import Block, FileLedger, Ledger, event_from_dict
 from mirrordp.training.bookkeeping import check_spend
 from mirrordp.types import AlphaSchedule
 from mirrordp.updates import schedules
 from mirrordp.updates.public import WarmStart
 
-Loss = torch.Tensor | DPTensorFastGradientClipping
+Loss: TypeAlias = "torch.Tensor | DPTensorFastGradientClipping"
 
 # Optimisers of Opacus whose noise and clip norm are known here; others are refused.
 _OPTIMIZERS = (
@@ -192,6 +193,12 @@ class Charge(NamedTuple):
         )
 
 
+# For each accountant of Opacus and each ledger or budget; several optimisers may share both.
+_SEEN: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class _Books:
     """The charges of one run.
 
@@ -213,8 +220,18 @@ class _Books:
         self.name = secrets.token_hex(8)
         self.charges: list[Charge] = []
         self._accountant, self._accountant_rate = accountant, accountant_rate
-        # Steps of the accountant's history that need no charge: those seen, and those restored.
-        self._seen = self._restored = 0
+        # How many steps of the accountant's history are in the ledger because of a `restore`.
+        self._restored = 0
+
+    @property
+    def _seen(self) -> int:
+        """How many steps of the accountant's history are in the ledger, whoever charged them."""
+        return _SEEN.get(self._accountant, {}).get(self.spend, 0)
+
+    @_seen.setter
+    def _seen(self, count: int) -> None:
+        of_accountant = _SEEN.setdefault(self._accountant, weakref.WeakKeyDictionary())
+        of_accountant[self.spend] = count
 
     @property
     def charged_steps(self) -> int:
@@ -243,14 +260,16 @@ class _Books:
     def reconcile(self) -> None:
         """Charges what Opacus' accountant knows of and these books do not."""
         history = self._accountant.history
-        total = sum(int(count) for _, _, count in history)
-        unseen = max(total - self._seen - self._restored, 0)
-        self._seen, self._restored = total, 0
-        for noise_multiplier, rate, count in reversed(history):
-            if unseen > 0:
-                taken = min(int(count), unseen)
-                unseen -= taken
+        known = self._seen + self._restored
+        stop = 0
+        for noise_multiplier, rate, count in list(history):
+            start, stop = stop, stop + int(count)
+            if stop > known:
+                taken = stop - max(start, known)
                 self._charge(Charge(float(noise_multiplier), float(rate), taken))
+                self._seen = stop
+        # The history may also have been replaced by a shorter one.
+        self._seen, self._restored = stop, 0
 
     def note_accounted(self) -> None:
         """Notes that the accountant was told of the last step."""
@@ -280,16 +299,17 @@ class _Books:
         count = sum(charge.num_steps for charge in before)
         self.name, self.charges = saved["run"], []
         paid = 0 if self._file is None else self._file.charged_steps(self.name)
-        unpaid = max(count - paid, 0)
+        if self._file is not None and paid >= count:
+            # The file may also have steps that were taken after the state was saved.
+            before = _charges_in(self._file, self.name)
+        unpaid = count - paid
         for charge in reversed(before):
             if unpaid > 0:
                 taken = min(charge.num_steps, unpaid)
                 unpaid -= taken
                 self._charge(charge._replace(num_steps=taken))
-        # Steps that the file knows of and the saved state does not were taken before a crash.
-        lost = [Charge(*_worst([*before, *here]), paid - count)] if paid > count else []
         self.charges = []
-        for charge in (*before, *lost, *here):
+        for charge in (*before, *here):
             self._keep(charge)
         self._restored = count
 
@@ -310,6 +330,20 @@ class _Books:
         for charge in self.charges[:stop]:
             found.charge(charge.event)
         return found
+
+
+def _charges_in(file: FileLedger, run: str) -> list[Charge]:
+    """Returns what a file says was charged for a run."""
+    found = []
+    for record in file.records:
+        if record["kind"] == "charge" and record.get("run") == run:
+            event = cast(dp_accounting.SelfComposedDpEvent, event_from_dict(record["event"]))
+            step: Any = event.event
+            rate = 1.0
+            if isinstance(step, dp_accounting.PoissonSampledDpEvent):
+                rate, step = step.sampling_probability, step.event
+            found.append(Charge(step.noise_multiplier, rate, event.count))
+    return found
 
 
 def _worst(charges: Sequence[Charge]) -> tuple[float, float]:
@@ -434,7 +468,7 @@ class PublicGradientOptimizer(DPOptimizer):
         finally:
             hooks.hooks_enabled = before
 
-    def public_step(self, loss: Loss | Callable[[], Loss]) -> torch.Tensor | None:
+    def public_step(self, loss: "Loss | Callable[[], Loss]") -> torch.Tensor | None:
         """Takes the gradient of a public loss, which the next `step()` mixes in.
 
         `p.grad` and `p.grad_sample` stay as they are, so it may be called before or after the
@@ -682,8 +716,8 @@ class PublicGradientOptimizer(DPOptimizer):
             charged_steps=self.charged_steps,
             **options,
         )
-        versions = {**library_versions(), "torch": torch.__version__, "opacus": opacus.__version__}
-        made = dataclasses.replace(made, versions=versions)
+        theirs = {name: importlib.metadata.version(name) for name in ("torch", "opacus")}
+        made = dataclasses.replace(made, versions={**made.versions, **theirs})
         return self._with_charges(made, options.get("scope")) if books.varies else made
 
     def _with_charges(self, made: RunReport, scope: str | None) -> RunReport:
@@ -1007,7 +1041,7 @@ def warm_start(
         )
     generator = torch.Generator().manual_seed(seed)
     train, judges = _split(public, holdout, holdout_fraction, generator)
-    optimizer = optimizer or torch.optim.Adam(trained, lr=1e-3)
+    descent = torch.optim.Adam(trained, lr=1e-3) if optimizer is None else optimizer
     best, best_loss, best_epoch, number = copy.deepcopy(module.state_dict()), math.inf, 0, 0
     train_losses, holdout_losses = [], []
     was_training = module.training
@@ -1015,10 +1049,10 @@ def warm_start(
         module.train()
         losses = []
         for batch in train:
-            optimizer.zero_grad()
+            descent.zero_grad()
             loss = loss_fn(module, batch)
             loss.backward()
-            optimizer.step()
+            descent.step()
             losses.append(float(loss.detach()))
         train_losses.append(float(np.mean(losses)))
         holdout_losses.append(_judge(module, loss_fn, judges))
