@@ -39,7 +39,7 @@ def summed(tensors):
     return tensors
 
 
-def expected(plain, batch, public, alpha):
+def expected(plain, batch, public, alpha, divisor):
     """The step by hand; `plain` is a copy of the module without hooks."""
     parameters = list(plain.parameters())
     total = [torch.zeros_like(p) for p in parameters]
@@ -50,12 +50,12 @@ def expected(plain, batch, public, alpha):
     mean = torch.autograd.grad(F.cross_entropy(plain(public[0]), public[1]), parameters)
     total, mean = summed(total), summed([g.clone() for g in mean])
     return [
-        p - 0.5 * (alpha * t / BATCH + (1 - alpha) * g / WORLD)
+        p - 0.5 * (alpha * t / divisor + (1 - alpha) * g / WORLD)
         for p, t, g in zip(parameters, total, mean, strict=True)
     ]
 
 
-def check(mode, rank):
+def check(mode, rank, reduction="mean"):
     module = DPDDP(network())
     module, optimizer, *criterion, loader = PrivacyEngine().make_private(
         module=module,
@@ -64,15 +64,16 @@ def check(mode, rank):
         noise_multiplier=0.0,
         max_grad_norm=CLIP,
         grad_sample_mode=mode,
+        loss_reduction=reduction,
     )
-    criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
+    criterion = criterion[0] if criterion else nn.CrossEntropyLoss(reduction=reduction)
     optimizer = with_public_gradient(optimizer, module, loader, alpha=ALPHAS)
     plain, public = network(), [t[:8] for t in rows(10 + rank)]
     for alpha, batch in zip(ALPHAS, [*loader, *loader], strict=False):
         plain.load_state_dict(
             {n.removeprefix("module."): p for n, p in module._module.state_dict().items()}
         )
-        wanted = expected(plain, batch, public, alpha)
+        wanted = expected(plain, batch, public, alpha, BATCH if reduction == "mean" else 1)
         optimizer.zero_grad()
         criterion(module(batch[0]), batch[1]).backward()
         optimizer.public_step(lambda: F.cross_entropy(module(public[0]), public[1]))
@@ -92,6 +93,8 @@ def work(rank, folder):
     torch.manual_seed(100 + rank)
     for mode in ("hooks", "ghost"):
         check(mode, rank)
+    # Opacus then adds up the gradients of the processes.
+    check("hooks", rank, "sum")
     distributed.destroy_process_group()
 
 
