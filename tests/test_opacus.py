@@ -294,10 +294,10 @@ def test_twenty_steps_agree_with_jax(make, forward, noises):
     y = torch.randint(0, 2, (ROWS,), generator=generator)
     public = x[:8], y[:8]
     alpha, steps = schedules.cosine(decay_steps=19), 20
-    made = private(module=make().double(), data=(x, y))
+    made = private(module=make().double(), data=(x, y), noise=1.0, rate=0.2)
     with jax.enable_x64(True):
         theta = as_jax(made.module._module)
-        transform = optax.chain(mirrordp.mix_public_gradient(alpha), optax.sgd(0.5))
+        transform = optax.chain(mirrordp.mix_public_gradient(alpha), optax.sgd(0.2))
         state = transform.init(theta)
 
         def loss_fn(p, x, y):

@@ -21,8 +21,8 @@ parser.add_argument("--paper", metavar="FOLDER", help="the folder of cifar-10-ba
 paper = parser.parse_args().paper
 device = "cuda" if torch.cuda.is_available() else "cpu"
 private, public, test = read_cifar10(paper) if paper else like_cifar10()
-width, batch_size, epochs, patience = (32, 500, 100, 30) if paper else (4, 30, 2, 3)
-sigma, learning_rate, decay = (1.51, 0.2, 1000) if paper else (1.0, 0.5, 3)
+width, batch_size, epochs, patience = (32, 500, 100, 30) if paper else (4, 40, 2, 3)
+sigma, learning_rate, decay = (1.51, 0.2, 1000) if paper else (1.0, 0.1, 3)
 
 
 def network():
@@ -46,7 +46,9 @@ def train(is_warm, alpha):
     torch.manual_seed(0)
     model = network()
     if is_warm:
-        warm_start(model, public_loss, DataLoader(public, batch_size=64), patience=patience)
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3 if paper else 1e-2)
+        rows = DataLoader(public, batch_size=64)
+        warm_start(model, public_loss, rows, optimizer=adam, patience=patience, max_epochs=300)
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=learning_rate),
@@ -55,12 +57,12 @@ def train(is_warm, alpha):
         max_grad_norm=1.0,
     )
     with_public_gradient(optimizer, model, loader, alpha=alpha, noisy_clip_norm=1.0)
-    rows = public_batches(DataLoader(public, batch_size=256, shuffle=True))
+    public_rows = public_batches(DataLoader(public, batch_size=256, shuffle=True))
     for _ in range(epochs):
         for batch in loader:
             optimizer.zero_grad()
             loss_fn(model, batch).backward()
-            optimizer.public_step(lambda: public_loss(model, next(rows)))
+            optimizer.public_step(lambda: public_loss(model, next(public_rows)))
             optimizer.step()
     model.eval()
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 
 def like_cifar10():
-    """240 private, 100 public and 300 test images, each a pattern of its class and noise."""
+    """240 private, 200 public and 300 test images, each a pattern of its class and noise."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(10, 3, 4, 4, generator=generator)
     patterns = torch.nn.functional.interpolate(coarse + coarse.flip(3), size=32, mode="bilinear")
@@ -16,9 +16,9 @@ def like_cifar10():
     def draw(count):
         labels = torch.randint(0, 10, (count,), generator=generator)
         noise = torch.randn(count, 3, 32, 32, generator=generator)
-        return TensorDataset(0.3 * patterns[labels] + noise, labels)
+        return TensorDataset(patterns[labels] + noise, labels)
 
-    return draw(240), draw(100), draw(300)
+    return draw(240), draw(200), draw(300)
 
 
 def read_cifar10(folder, *, num_public=2_000, seed=0):
