@@ -21,7 +21,8 @@ parser.add_argument("--paper", metavar="FOLDER", help="the folder of cifar-10-ba
 paper = parser.parse_args().paper
 device = "cuda" if torch.cuda.is_available() else "cpu"
 private, public, test = read_cifar10(paper) if paper else like_cifar10()
-width, batch_size, epochs, patience = (32, 500, 100, 30) if paper else (4, 40, 2, 3)
+width, batch_size, epochs = (32, 500, 100) if paper else (4, 40, 2)
+patience, limit = (30, 300) if paper else (3, 12)
 sigma, learning_rate, decay = (1.51, 0.2, 1000) if paper else (1.0, 0.1, 3)
 
 
@@ -48,7 +49,7 @@ def train(is_warm, alpha):
     if is_warm:
         adam = torch.optim.Adam(model.parameters(), lr=1e-3 if paper else 1e-2)
         rows = DataLoader(public, batch_size=64)
-        warm_start(model, public_loss, rows, optimizer=adam, patience=patience, max_epochs=300)
+        warm_start(model, public_loss, rows, optimizer=adam, patience=patience, max_epochs=limit)
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=learning_rate),
