@@ -1,0 +1,1141 @@
+# Gigabytes that not every developer has installed; CI has, and checks the types.
+# pyright: reportMissingImports=false
+"""Public data for PyTorch models that Opacus trains: `pip install 'mirrordp[opacus]'`.
+
+After `PrivacyEngine.make_private(...)`, `with_public_gradient` turns Opacus' optimiser into one
+that takes the paper's first-order step,
+
+    θ_{t+1} = θ_t − η (α_t (g_t + b_t) + (1 − α_t) ∇Ψ(θ_t)),
+
+where g_t + b_t is the private gradient as Opacus clips it and adds noise to it, and ∇Ψ is the
+gradient of the loss passed to `public_step`. What follows the noise is post-processing. A step is
+charged before its noise is drawn, for the noise, clip norm and sampling rate that it really has; a
+step with α_t = 0 discards the private gradient and costs nothing.
+
+The number of records n counts as public, because Opacus computes the sampling rate and the divisor
+from it. ε therefore refers to zero-out adjacency, which under Poisson sampling gives the same
+number as add-remove.
+
+`warm_start` pre-trains a module on public rows.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import math
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+
+import dp_accounting
+import numpy as np
+
+try:
+    import torch
+    from opacus.accountants.accountant import IAccountant
+    from opacus.data_loader import DPDataLoader
+    from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
+    from opacus.optimizers import (
+        AdaClipDPOptimizer,
+        DistributedDPOptimizer,
+        DistributedDPOptimizerFastGradientClipping,
+        DPOptimizer,
+        DPOptimizerFastGradientClipping,
+        DPPerLayerOptimizer,
+    )
+    from opacus.utils.batch_memory_manager import BatchSplittingSampler
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+    from opacus.utils.uniform_sampler import (
+        DistributedUniformWithReplacementSampler,
+        UniformWithReplacementSampler,
+    )
+    from torch.utils import _pytree
+except ImportError as error:
+    raise ImportError(
+        "mirrordp.integrations.opacus needs PyTorch and Opacus 1.6 or newer. Install them: "
+        "pip install 'mirrordp[opacus]'."
+    ) from error
+
+from mirrordp import _validate
+from mirrordp._warn import warn
+from mirrordp.privacy import accounting
+from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent, Epsilon
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.report import RunReport
+from mirrordp.spending.budget import Budget
+from mirrordp.spending.ledger import Block, FileLedger, Ledger, event_from_dict
+from mirrordp.training.bookkeeping import check_spend
+from mirrordp.types import AlphaSchedule
+from mirrordp.updates import schedules
+from mirrordp.updates.public import WarmStart
+
+Loss: TypeAlias = "torch.Tensor | DPTensorFastGradientClipping"
+
+# Optimisers of Opacus whose noise and clip norm are known here; others are refused.
+_OPTIMIZERS = (
+    DPOptimizer,
+    DPPerLayerOptimizer,
+    DPOptimizerFastGradientClipping,
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+)
+_SAVED = "mirrordp"
+
+
+class _Draws:
+    """The Poisson batches that were drawn from a loader, and how many steps have used them.
+
+    Two steps on one batch would be charged as two independent samples, which cost less. Hence all
+    optimisers over a loader share this count, and no step may use a batch that has been used.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = self.used = self.split = 0
+        self.largest_rate = 0.0
+
+    def begin_pass(self) -> None:
+        """Notes that the loader starts again; batches left over from earlier passes are gone."""
+        self.used = self.split = self.drawn
+
+    def draw(self, rate: float) -> None:
+        """Notes a batch."""
+        self.drawn += 1
+        self.largest_rate = max(self.largest_rate, rate)
+
+    def use(self) -> None:
+        """Notes a step; raises if there is no batch for it."""
+        if self.used >= self.drawn:
+            raise RuntimeError(
+                "expected a step on a batch of its own, got one without a new batch from the "
+                "private loader given to with_public_gradient. Iterate over that loader and take "
+                "one step on each of its batches: two steps on one batch cost more than two steps "
+                "on two."
+            )
+        self.used += 1
+
+    def check_part(self) -> None:
+        """Raises unless a part of a batch can be one that BatchMemoryManager made.
+
+        It announces the last part of each batch, and at most one batch is being split at a time.
+        """
+        if self.split < self.drawn - 1:
+            raise RuntimeError(
+                "expected the parts of one Poisson batch before each step, got several batches, in "
+                "which a record may appear more than once. Iterate over the loader of "
+                "BatchMemoryManager, and leave signal_skip_step to it."
+            )
+
+
+def _counted(kind: type) -> type:
+    """Returns a class of Opacus' samplers whose objects count their batches in `draws`."""
+
+    class Counted(kind):
+        def __iter__(self) -> Iterator[Any]:
+            self.draws.begin_pass()
+            for batch in super().__iter__():
+                self.draws.draw(float(self.sample_rate))
+                yield batch
+
+    return Counted
+
+
+_COUNTED = {
+    kind: _counted(kind)
+    for kind in (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+}
+
+
+def _count_draws(loader: torch.utils.data.DataLoader) -> tuple[_Draws, int]:
+    """Makes the sampler of a loader count its batches; returns the count and the number of rows."""
+    _validate.instance_of(
+        torch.utils.data.DataLoader, "Pass the loader that make_private returned.", loader=loader
+    )
+    sampler: Any = loader.batch_sampler
+    if isinstance(sampler, BatchSplittingSampler):
+        sampler = sampler.sampler
+    if type(sampler) in _COUNTED:
+        # The object stays the same, since BatchMemoryManager and running iterators hold it.
+        sampler.__class__ = _COUNTED[type(sampler)]
+        sampler.draws = _Draws()
+    if type(sampler) not in _COUNTED.values():
+        raise ValueError(
+            f"expected a loader with Poisson sampling, which epsilon is computed for, got one "
+            f"with {type(sampler).__name__}. Use the loader that PrivacyEngine.make_private "
+            "returns with poisson_sampling=True, its default."
+        )
+    rows = getattr(sampler, "total_size", None) or sampler.num_samples
+    return sampler.draws, int(rows)
+
+
+class Charge(NamedTuple):
+    """Consecutive steps of one kind that were charged.
+
+    Attributes:
+        noise_multiplier: σ, relative to the clip norm.
+        sampling_prob: q.
+        num_steps: their number.
+    """
+
+    noise_multiplier: float
+    sampling_prob: float
+    num_steps: int
+
+    @property
+    def event(self) -> DpEvent:
+        """Their cost."""
+        return accounting.poisson_event(
+            self.noise_multiplier, sampling_prob=self.sampling_prob, num_steps=self.num_steps
+        )
+
+
+# For each accountant of Opacus and each ledger or budget; several optimisers may share both.
+_SEEN: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Books:
+    """The charges of one run.
+
+    They are never fewer than the steps in the history of Opacus' accountant: steps that it knows
+    of and that were not charged here, such as those of another optimiser of the same engine, are
+    charged as its history states them.
+    """
+
+    def __init__(
+        self,
+        spend: Ledger | Budget,
+        accountant: IAccountant,
+        accountant_rate: float,
+        draws: _Draws,
+        *,
+        is_shared: bool,
+    ):
+        self.spend, self.draws, self.is_shared = spend, draws, is_shared
+        self.name = secrets.token_hex(8)
+        self.charges: list[Charge] = []
+        self._accountant, self._accountant_rate = accountant, accountant_rate
+        # How many steps of the accountant's history are in the ledger because of a `restore`.
+        self._restored = 0
+
+    @property
+    def _seen(self) -> int:
+        """How many steps of the accountant's history are in the ledger, whoever charged them."""
+        return _SEEN.get(self._accountant, {}).get(self.spend, 0)
+
+    @_seen.setter
+    def _seen(self, count: int) -> None:
+        of_accountant = _SEEN.setdefault(self._accountant, weakref.WeakKeyDictionary())
+        of_accountant[self.spend] = count
+
+    @property
+    def charged_steps(self) -> int:
+        """The number of charged steps."""
+        return sum(charge.num_steps for charge in self.charges)
+
+    @property
+    def _file(self) -> FileLedger | None:
+        found = self.spend.ledger if isinstance(self.spend, Budget) else self.spend
+        return found if isinstance(found, FileLedger) else None
+
+    @property
+    def sampling_prob(self) -> float:
+        """q: the larger of what is sampled with and what Opacus' accountant is told.
+
+        They differ where 1/q is not a whole number in floating point.
+        """
+        return max(self.draws.largest_rate, self._accountant_rate)
+
+    def charge_step(self, noise_multiplier: float) -> None:
+        """Charges a step, which may be taken once this returns."""
+        self.reconcile()
+        self.draws.use()
+        self._charge(Charge(noise_multiplier, self.sampling_prob, 1))
+
+    def reconcile(self) -> None:
+        """Charges what Opacus' accountant knows of and these books do not."""
+        history = self._accountant.history
+        known = self._seen + self._restored
+        stop = 0
+        for noise_multiplier, rate, count in list(history):
+            start, stop = stop, stop + int(count)
+            if stop > known:
+                taken = stop - max(start, known)
+                self._charge(Charge(float(noise_multiplier), float(rate), taken))
+                self._seen = stop
+        # The history may also have been replaced by a shorter one.
+        self._seen, self._restored = stop, 0
+
+    def note_accounted(self) -> None:
+        """Notes that the accountant was told of the last step."""
+        self._seen = sum(int(count) for _, _, count in self._accountant.history)
+
+    def _charge(self, charge: Charge) -> None:
+        file = self._file
+        start = self.charged_steps if file is None else file.charged_steps(self.name)
+        self.spend.charge(charge.event, block=Block(self.name, start, start + charge.num_steps))
+        self._keep(charge)
+
+    def _keep(self, charge: Charge) -> None:
+        if self.charges and self.charges[-1][:2] == charge[:2]:
+            charge = charge._replace(num_steps=charge.num_steps + self.charges.pop().num_steps)
+        self.charges.append(charge)
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what `restore` needs, as plain types."""
+        self.reconcile()
+        return {"run": self.name, "charges": [list(charge) for charge in self.charges]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continues a run that was saved; nothing that was charged since is taken back."""
+        if saved["run"] == self.name:
+            return
+        before, here = [Charge(*each) for each in saved["charges"]], self.charges
+        count = sum(charge.num_steps for charge in before)
+        self.name, self.charges = saved["run"], []
+        paid = 0 if self._file is None else self._file.charged_steps(self.name)
+        if self._file is not None and paid >= count:
+            # The file may also have steps that were taken after the state was saved.
+            before = _charges_in(self._file, self.name)
+        unpaid = count - paid
+        for charge in reversed(before):
+            if unpaid > 0:
+                taken = min(charge.num_steps, unpaid)
+                unpaid -= taken
+                self._charge(charge._replace(num_steps=taken))
+        self.charges = []
+        for charge in (*before, *here):
+            self._keep(charge)
+        self._restored = count
+
+    @property
+    def varies(self) -> bool:
+        """Whether not all steps were alike."""
+        return len({charge[:2] for charge in self.charges}) > 1
+
+    @property
+    def accountant(self) -> Accountant | None:
+        """RDP for steps that were not alike, where PLD would take seconds for each kind of step."""
+        has_rdp = self.spend.adjacency is not Adjacency.REPLACE
+        return Accountant.RDP if self.varies and has_rdp else None
+
+    def ledger_of_run(self, stop: int | None = None) -> Ledger:
+        """Returns a ledger of this run alone, or of its first `stop` charges."""
+        found = Ledger(self.spend.adjacency)
+        for charge in self.charges[:stop]:
+            found.charge(charge.event)
+        return found
+
+
+def _charges_in(file: FileLedger, run: str) -> list[Charge]:
+    """Returns what a file says was charged for a run."""
+    found = []
+    for record in file.records:
+        if record["kind"] == "charge" and record.get("run") == run:
+            event = cast(dp_accounting.SelfComposedDpEvent, event_from_dict(record["event"]))
+            step: Any = event.event
+            rate = 1.0
+            if isinstance(step, dp_accounting.PoissonSampledDpEvent):
+                rate, step = step.sampling_probability, step.event
+            found.append(Charge(step.noise_multiplier, rate, event.count))
+    return found
+
+
+def _worst(charges: Sequence[Charge]) -> tuple[float, float]:
+    """Returns the least noise multiplier and the largest sampling rate."""
+    return min(c.noise_multiplier for c in charges), max(c.sampling_prob for c in charges)
+
+
+@dataclasses.dataclass
+class _Mixing:
+    """The state of a `PublicGradientOptimizer`.
+
+    Attributes:
+        hooks: Opacus' hooks on the module.
+        alphas: α_t for each step number.
+        scale_noise: whether α multiplies the noise.
+        noisy_clip_norm: the norm to which the released gradient is clipped, or None.
+        num_steps: the number of steps of the run, or None if it has no end.
+        num_examples: n.
+        books: what was charged.
+        step: the number of steps taken, virtual ones not counted.
+        public_grad: the public gradient of the next step, one tensor per parameter, or None.
+        is_split: whether a part of the next step's batch was accumulated since `public_step`.
+        clip_norm: the largest clip norm of the parts of the next step's batch.
+        may_step: whether the optimiser under Opacus' may be stepped, which is so after the noise.
+        forwards: for each forward pass of the module that Opacus keeps activations of, the graph
+            nodes of its output.
+        kept: the number of activations that Opacus kept after the last of them.
+    """
+
+    hooks: GradSampleHooks
+    alphas: Callable[[int], np.float32]
+    scale_noise: bool
+    noisy_clip_norm: float | None
+    num_steps: int | None
+    num_examples: int
+    books: _Books
+    step: int = 0
+    public_grad: list[torch.Tensor | None] | None = None
+    is_split: bool = False
+    clip_norm: float = 0.0
+    may_step: bool = False
+    forwards: list[list[Any]] = dataclasses.field(default_factory=list)
+    kept: int = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that the hooks are on."""
+        return cast(torch.nn.Module, self.hooks._module)
+
+    @property
+    def num_activations(self) -> int:
+        """How many activations Opacus keeps for backward passes to come."""
+        return sum(len(getattr(module, "activations", ())) for module in self.module.modules())
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Forgets forward passes that backward passes have followed; a hook of the module."""
+        del module, inputs
+        if self.num_activations == 0:
+            self.forwards.clear()
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Notes a forward pass in which Opacus kept activations; a hook of the module."""
+        del inputs
+        if self.hooks.hooks_enabled and module.training and torch.is_grad_enabled():
+            leaves = _pytree.tree_leaves(output)
+            nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.forwards.append([node for node in nodes if node is not None])
+            self.kept = self.num_activations
+
+    def forget_activations(self) -> None:
+        """Undoes what forward passes left for Opacus' backward hooks."""
+        for module in self.module.modules():
+            if getattr(module, "activations", None):
+                cast(Any, module).activations = []
+                if hasattr(module, "max_batch_len"):
+                    del module.max_batch_len
+        for param in self.module.parameters():
+            if hasattr(param, "_forward_counter"):
+                param._forward_counter = 0  # pyright: ignore[reportAttributeAccessIssue]
+        self.forwards.clear()
+        self.kept = 0
+
+    def next_step(self) -> None:
+        """Notes that a step was taken."""
+        self.step += 1
+        self.public_grad, self.is_split, self.clip_norm = None, False, 0.0
+        self.forwards.clear()
+
+
+class PublicGradientOptimizer(DPOptimizer):
+    """An optimiser of Opacus that mixes in public gradients; made by `with_public_gradient`.
+
+    It is the optimiser that Opacus returned, with its class changed, so that `BatchMemoryManager`,
+    schedulers and ghost clipping's criterion, which hold that object, go on working.
+    """
+
+    _mixing: _Mixing
+
+    @property
+    def alpha(self) -> float:
+        """α of the next step."""
+        return float(self._alpha())
+
+    @property
+    def charged_steps(self) -> int:
+        """The number of charged steps, including those of before a resume."""
+        return self._mixing.books.charged_steps
+
+    @property
+    def spend(self) -> Ledger | Budget:
+        """The ledger or budget that steps are charged to."""
+        return self._mixing.books.spend
+
+    @contextlib.contextmanager
+    def public_pass(self) -> Iterator[None]:
+        """Turns Opacus' hooks off, so that nothing inside is taken for private gradients."""
+        hooks = self._mixing.hooks
+        before = hooks.hooks_enabled
+        hooks.hooks_enabled = False
+        try:
+            yield
+        finally:
+            hooks.hooks_enabled = before
+
+    def public_step(self, loss: "Loss | Callable[[], Loss]") -> torch.Tensor | None:
+        """Takes the gradient of a public loss, which the next `step()` mixes in.
+
+        `p.grad` and `p.grad_sample` stay as they are, so it may be called before or after the
+        private backward pass.
+
+        A function is the better form. It is called with Opacus' hooks off, once for each step that
+        has α < 1 and not at all for other steps. When `BatchMemoryManager` splits a batch, it is
+        called for the first part only. How many parts there are depends on the private batch, so
+        the function should also fetch the public rows: otherwise the parts would decide which rows
+        are used. A tensor must come from a forward pass in `public_pass()`, or from one of the
+        whole module while no private forward pass waits for its backward pass.
+
+        Args:
+            loss: the mean loss on public rows, or a function that returns it. Do not call
+                `backward()` on it.
+
+        Returns:
+            The loss without its graph; None if the function was not called.
+        """
+        mixing = self._mixing
+        given = not callable(loss) or isinstance(loss, torch.Tensor)
+        if mixing.public_grad is not None:
+            if not given and mixing.is_split:
+                return None
+            raise RuntimeError(
+                "expected one public_step before each step, got a second one. To use more public "
+                "rows, average their losses; with BatchMemoryManager, pass a function that fetches "
+                "its rows, which is called once for each whole batch."
+            )
+        if not given and self._alpha() == 1:
+            return None
+        if given and mixing.num_activations > 0:
+            self._disown(_mean(loss))
+        with self.public_pass(), torch.enable_grad():
+            found = _mean(loss if given else cast(Callable[[], Loss], loss)())
+            mixing.public_grad = self._gradient(found)
+        return found.detach()
+
+    def _disown(self, loss: torch.Tensor) -> None:
+        """Takes the activations of a public forward pass away from Opacus, if it kept any."""
+        mixing = self._mixing
+        reached = [_reaches(loss, nodes) for nodes in mixing.forwards]
+        # Parts of the module may have been called by themselves, and outputs may be opaque.
+        is_known = mixing.num_activations <= mixing.kept and all(mixing.forwards)
+        if is_known and not any(reached):
+            return
+        mixing.forget_activations()
+        if not (is_known and all(reached)):
+            raise RuntimeError(
+                "expected a public loss from a forward pass without Opacus' hooks, got one whose "
+                "activations cannot be told from private ones. Pass a function, "
+                "public_step(lambda: criterion(model(x), y)), or compute the loss inside "
+                "'with optimizer.public_pass():'; repeat the private forward pass."
+            )
+
+    def _gradient(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        devices = {param.device for param in self.params}
+        if loss.device not in devices:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(
+                f"expected a public loss on the device of the model, {names}, got one on "
+                f"{loss.device}. Move the public batch to the device of the model."
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"expected the mean loss of a public batch, got a tensor of shape "
+                f"{tuple(loss.shape)}. Use a criterion with reduction='mean'."
+            )
+        found: Sequence[torch.Tensor | None] = [None]
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        if all(grad is None for grad in found):
+            raise ValueError(
+                "expected a public loss that depends on the parameters of the optimiser, got one "
+                "that depends on none of them. Compute it with the model that make_private "
+                "returned."
+            )
+        return [None if grad is None else grad.detach() for grad in found]
+
+    def _alpha(self) -> np.float32:
+        step, end = self._mixing.step, self._mixing.num_steps
+        if end is not None and step >= end:
+            raise RuntimeError(
+                f"expected at most {end} steps, for which with_public_gradient was called, got "
+                "one more. Pass a larger num_steps."
+            )
+        return self._mixing.alphas(step)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Is told by BatchMemoryManager whether the next part of a batch is not its last."""
+        if not do_skip:
+            self._mixing.books.draws.split += 1
+        super().signal_skip_step(do_skip)
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Does what Opacus does before the optimiser under it steps, and mixes the gradients."""
+        del closure
+        mixing, alpha = self._mixing, self._alpha()
+        is_part = bool(self._check_skip_next_step(pop_next=False))
+        if alpha < 1 and mixing.public_grad is None and not is_part:
+            raise RuntimeError(
+                f"expected a public gradient for step {mixing.step}, where alpha is {alpha:.4g}, "
+                "got none. Call optimizer.public_step(...) before optimizer.step()."
+            )
+        if alpha == 0:
+            self._discard(is_part)
+        else:
+            self._check_part(is_part)
+            if not super().pre_step():
+                mixing.is_split = True
+                return False
+            mixing.books.note_accounted()
+            if mixing.noisy_clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.params, mixing.noisy_clip_norm)
+        if is_part:
+            mixing.is_split = True
+            return False
+        if alpha < 1:
+            self._mix(float(alpha), float(np.float32(1) - alpha))
+        mixing.next_step()
+        mixing.may_step = True
+        return True
+
+    def _discard(self, is_part: bool) -> None:
+        """Drops the private gradient of a batch or of a part of one."""
+        self._check_skip_next_step()
+        self._is_last_step_skipped = is_part
+        for param in self.params:
+            param.grad_sample = param.summed_grad = None  # pyright: ignore
+            param.grad = torch.zeros_like(param)
+
+    def _check_part(self, is_part: bool) -> None:
+        """Refuses what one clip norm does not bound, and notes the clip norm of a part."""
+        mixing = self._mixing
+        if is_part:
+            mixing.books.draws.check_part()
+        if self.accumulated_iterations != 1:
+            raise RuntimeError(
+                "expected one Poisson batch for each step, got several accumulated ones, in which "
+                "a record may appear more than once. Use a larger batch with BatchMemoryManager."
+            )
+        if hasattr(self, "_adjusted_noise_multiplier"):
+            _refuse_adaptive_clipping()
+        mixing.clip_norm = max(mixing.clip_norm, self._clip_norm())
+
+    def _clip_norm(self) -> float:
+        """Returns the largest norm that one record can have in the sum."""
+        if isinstance(self, DPOptimizerFastGradientClipping):
+            return float(self._mixing.hooks.max_grad_norm)  # pyright: ignore
+        if isinstance(self, DPPerLayerOptimizer):
+            return torch.norm(torch.Tensor(self.max_grad_norms), p=2).item()
+        return float(self.max_grad_norm)
+
+    def add_noise(self) -> None:
+        """Charges the step, and then adds Opacus' noise to the sum."""
+        mixing, alpha = self._mixing, self._alpha()
+        # The noise is a multiple of the optimiser's clip norm. The sum was clipped by the module
+        # (ghost clipping), by a list of norms, or by what the norm was before a scheduler set it.
+        stddev = float(self.noise_multiplier) * float(self.max_grad_norm)
+        clip_norm = mixing.clip_norm or self._clip_norm()
+        real = stddev / clip_norm if clip_norm != self.max_grad_norm else math.inf
+        mixing.books.charge_step(min(float(self.noise_multiplier), real))
+        if not mixing.scale_noise and alpha < 1:
+            for param in self.params:
+                param.summed_grad *= float(alpha)  # pyright: ignore
+        super().add_noise()
+
+    def _mix(self, alpha: float, rest: float) -> None:
+        mixing = self._mixing
+        assert mixing.public_grad is not None
+        if self.loss_reduction == "sum":
+            # Opacus then adds up the gradients of all processes, where it otherwise averages them.
+            rest /= getattr(self, "world_size", 1)
+        with torch.no_grad():
+            for param, public in zip(self.params, mixing.public_grad, strict=True):
+                assert param.grad is not None
+                grad = alpha * param.grad if mixing.scale_noise else param.grad
+                if public is not None:
+                    grad = grad + rest * public.to(param.dtype)
+                param.grad = grad
+
+    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuses a step of the optimiser under Opacus' that did not go through Opacus."""
+        del optimizer, args, kwargs
+        if not self._mixing.may_step:
+            raise RuntimeError(
+                "expected a step of the optimiser that with_public_gradient returned, got one of "
+                "the optimiser under it, which adds no noise. Call optimizer.step()."
+            )
+        self._mixing.may_step = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimiser, the step number and what was charged."""
+        saved = {"step": self._mixing.step, **self._mixing.books.saved()}
+        return {**super().state_dict(), _SAVED: saved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`.
+
+        Charges that the ledger does not hold are charged to it. With a `FileLedger` or a `Budget`
+        it also holds the steps that were taken after the state was saved, before a crash; these
+        stay charged.
+        """
+        state = dict(state_dict)
+        saved = state.pop(_SAVED, None)
+        super().load_state_dict(state)
+        if saved is not None:
+            self._mixing.books.restore(saved)
+            self._mixing.step = int(saved["step"])
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an optimiser with public gradients cannot be copied, since the copy would charge a "
+            "ledger of its own. Use state_dict()."
+        )
+
+    def spent(self, delta: float) -> Epsilon:
+        """Returns ε at δ of all steps of this run so far."""
+        books = self._mixing.books
+        books.reconcile()
+        return books.ledger_of_run().epsilon(delta, accountant=books.accountant)
+
+    def report(self, delta: float, **options: Any) -> RunReport:
+        """Returns the privacy report of the run so far.
+
+        If the noise or the sampling rate changed during the run, ε is that of the steps as they
+        were charged, and the report states the least noise and the largest rate.
+
+        Args:
+            delta: δ in (0, 1).
+            **options: `title`, `results`, `seeded` and other arguments of `RunReport.of`. State
+                `seeded=False` if neither PyTorch nor the noise generator was given a seed.
+        """
+        books = self._mixing.books
+        books.reconcile()
+        charges = books.charges
+        options = {"title": "A model trained with Opacus and mirrordp"} | options
+        if self.secure_mode:
+            options = {"seeded": False} | options
+        if isinstance(books.spend, Budget) or (books.is_shared and not books.varies):
+            options["spend"] = books.spend
+        made = RunReport.of(
+            _mechanism(self, self._mixing, charges),
+            delta,
+            charged_steps=self.charged_steps,
+            **options,
+        )
+        theirs = {name: importlib.metadata.version(name) for name in ("torch", "opacus")}
+        made = dataclasses.replace(made, versions={**made.versions, **theirs})
+        return self._with_charges(made, options.get("scope")) if books.varies else made
+
+    def _with_charges(self, made: RunReport, scope: str | None) -> RunReport:
+        """Returns a report whose ε is that of steps that were not all alike."""
+        books = self._mixing.books
+        spend = books.spend
+        shared = books.is_shared and not isinstance(spend, Budget)
+        ledger = spend if isinstance(spend, Ledger) and shared else books.ledger_of_run()
+        found = ledger.epsilon(made.delta, accountant=books.accountant)
+        noises = [charge.noise_multiplier for charge in books.charges]
+        covered = "everything charged to the ledger" if shared else "this run"
+        covered += f", with noise multipliers from {min(noises):.4g} to {max(noises):.4g}"
+        # A schedule may change the noise at every step, and a figure needs a few points.
+        stops = {math.ceil(len(books.charges) * i / 8) for i in range(1, 9)}
+        over_steps = tuple(
+            (
+                sum(charge.num_steps for charge in books.charges[:stop]),
+                books.ledger_of_run(stop).epsilon(made.delta, accountant=books.accountant).epsilon,
+            )
+            for stop in sorted(stops)
+        )
+        position = spend.position._asdict() if isinstance(spend, FileLedger) else made.ledger
+        return dataclasses.replace(
+            made,
+            epsilon=found.epsilon,
+            accountant=found.accountant.value,
+            accountant_method=found.method,
+            scope=scope or covered,
+            epsilon_over_steps=over_steps,
+            ledger=position,
+        )
+
+
+def _mechanism(optimizer: DPOptimizer, mixing: _Mixing, charges: Sequence[Charge]) -> Mechanism:
+    """Returns a mechanism that costs at least as much as the charges, or as the next step."""
+    now = Charge(float(optimizer.noise_multiplier), mixing.books.sampling_prob, 1)
+    noise_multiplier, sampling_prob = _worst(charges or [now])
+    divisor = 1.0
+    if optimizer.loss_reduction == "mean":
+        divisor = float(optimizer.expected_batch_size or 1) * getattr(optimizer, "world_size", 1)
+    return Mechanism(
+        sampling=PoissonSampling(
+            sampling_prob=sampling_prob,
+            expected_batch_size=divisor,
+            num_examples=mixing.num_examples,
+        ),
+        l2_clip_norm=float(optimizer.max_grad_norm),
+        noise_multiplier=noise_multiplier,
+        num_steps=max(sum(charge.num_steps for charge in charges), 1),
+        adjacency=mixing.books.spend.adjacency,
+        accountant=mixing.books.accountant,
+    )
+
+
+def _mean(loss: Any) -> torch.Tensor:
+    """Returns a loss as a tensor; ghost clipping's criterion returns one loss for each row."""
+    if isinstance(loss, DPTensorFastGradientClipping):
+        return torch.mean(loss.loss_per_sample)
+    _validate.instance_of(
+        torch.Tensor, "Return the loss of the public batch from the function.", loss=loss
+    )
+    return loss
+
+
+def _reaches(loss: torch.Tensor, nodes: Sequence[Any]) -> bool:
+    """Returns whether the graph of a loss has one of the nodes."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if any(node is other for other in nodes):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _refuse_adaptive_clipping() -> NoReturn:
+    raise ValueError(
+        "expected an optimiser with a fixed clip norm, got adaptive clipping, which divides by the "
+        "exact size of the private batch and so releases more than is accounted for. Use "
+        "clipping='flat'."
+    )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, PublicGradientOptimizer):
+        raise ValueError(
+            "expected an optimiser as make_private returned it, got one that mixes in public "
+            "gradients already. Call with_public_gradient once."
+        )
+    if not isinstance(optimizer, DPOptimizer):
+        raise TypeError(
+            f"expected an optimiser that was made private, got {type(optimizer).__name__}. Pass "
+            "the one that PrivacyEngine.make_private returned."
+        )
+    if isinstance(optimizer, AdaClipDPOptimizer):
+        _refuse_adaptive_clipping()
+    if type(optimizer) not in _OPTIMIZERS:
+        names = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
+        raise TypeError(
+            f"expected one of Opacus' optimisers {names}, got {type(optimizer).__name__}, whose "
+            "noise is not known here. Use grad_sample_mode 'hooks', 'functorch' or 'ghost'."
+        )
+
+
+def _check_module(module: Any, optimizer: DPOptimizer) -> None:
+    if not isinstance(module, GradSampleHooks):
+        raise TypeError(
+            f"expected the module that make_private returned, in mode 'hooks', 'functorch' or "
+            f"'ghost', got {type(module).__name__}. Pass it as the second argument."
+        )
+    if isinstance(module._module, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "expected a module wrapped in Opacus' DPDDP, got PyTorch's DistributedDataParallel, "
+            "which averages gradients in the backward pass. Wrap it in "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel."
+        )
+    if not optimizer.params:
+        raise ValueError(
+            "expected a model with parameters to train, got one that is frozen. Set "
+            "requires_grad for some of its parameters before make_private."
+        )
+    owned = {id(param) for param in cast(torch.nn.Module, module._module).parameters()}
+    if not all(id(param) in owned for param in optimizer.params):
+        raise ValueError(
+            "expected an optimiser of the module's parameters, got one of others. Pass module, "
+            "optimiser and loader of the same make_private call."
+        )
+
+
+def _accountant_of(optimizer: DPOptimizer) -> tuple[IAccountant, float]:
+    """Returns the engine's accountant and the sampling rate that it is told."""
+    hook = optimizer.step_hook
+    known = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
+    accountant, rate = known.get("self"), known.get("sample_rate")
+    if not isinstance(accountant, IAccountant) or rate is None:
+        raise ValueError(
+            "expected an optimiser with the accountant of a PrivacyEngine attached, got one "
+            "without. Make it private with PrivacyEngine.make_private, and attach no other hook."
+        )
+    return accountant, float(rate)
+
+
+def with_public_gradient(
+    optimizer: DPOptimizer,
+    module: GradSampleHooks,
+    loader: torch.utils.data.DataLoader,
+    *,
+    alpha: float | Sequence[float] | AlphaSchedule,
+    scale_noise: bool = True,
+    noisy_clip_norm: float | None = None,
+    num_steps: int | None = None,
+    spend: Ledger | Budget | None = None,
+) -> PublicGradientOptimizer:
+    """Makes an optimiser of Opacus mix in public gradients, and charge its steps.
+
+    The same object is returned, with its class changed. Call `optimizer.public_step(...)` before
+    each `optimizer.step()`, and take a step on every batch of the loader, empty ones included. At
+    α = 1 the steps are Opacus' to the bit.
+
+    In a distributed run, public gradients are averaged over the processes, and only the process of
+    rank 0 should be given `spend`.
+
+    Args:
+        optimizer: what `PrivacyEngine.make_private` returned.
+        module: what it returned as module (or as hooks, with `wrap_model=False`).
+        loader: what it returned as data loader, with Poisson sampling.
+        alpha: α: a number, a list, or a schedule of `mirrordp.schedules`. It must not depend on
+            private data.
+        scale_noise: True is the paper: α multiplies the private sum and its noise. With False,
+            α multiplies the sum before the noise, which stays as large as it is.
+        noisy_clip_norm: clips the released gradient to this norm once more, as the paper does for
+            images. Not in distributed runs.
+        num_steps: the number of steps of the run, where further ones are refused. A budget needs
+            it, and admits the run as a whole.
+        spend: the ledger or budget to charge; by default a new ledger in memory.
+
+    Raises:
+        ValueError, TypeError: if steps of this kind could not be accounted for. Nothing is changed.
+        BudgetError: if the budget does not admit the run.
+    """
+    _check_optimizer(optimizer)
+    _check_module(module, optimizer)
+    accountant, rate = _accountant_of(optimizer)
+    check_spend(None, spend, None)
+    if spend is not None and spend.adjacency is Adjacency.ADD_REMOVE:
+        raise ValueError(
+            "expected a ledger or budget of zero-out or replace adjacency, got add-remove, under "
+            "which the number of records is secret: Opacus' sampling rate and divisor reveal it. "
+            "Use Adjacency.ZERO_OUT, which costs the same epsilon."
+        )
+    if noisy_clip_norm is not None:
+        _validate.positive(noisy_clip_norm=noisy_clip_norm)
+        if hasattr(optimizer, "world_size"):
+            raise ValueError(
+                "expected no noisy_clip_norm in a distributed run, where each process has a part "
+                "of the gradient when it would be clipped. Leave it out."
+            )
+    alphas = _alphas(schedules.as_schedule(alpha), num_steps)
+    draws, num_examples = _count_draws(loader)
+    books = _Books(
+        spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
+    )
+    mixing = _Mixing(module, alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books)
+    kind = type(optimizer)
+    mixed = type(f"PublicGradient{kind.__name__}", (PublicGradientOptimizer, kind), {})
+    if isinstance(spend, Budget):
+        _admit(spend, optimizer, mixing)
+    optimizer.__class__ = mixed
+    found = cast(PublicGradientOptimizer, optimizer)
+    found._mixing = mixing
+    mixing.module.register_forward_pre_hook(mixing.before_forward)
+    mixing.module.register_forward_hook(mixing.after_forward)
+    optimizer.original_optimizer.register_step_pre_hook(found._guard)
+    return found
+
+
+def _alphas(schedule: AlphaSchedule, num_steps: int | None) -> Callable[[int], np.float32]:
+    if num_steps is not None:
+        _validate.positive_integer(num_steps=num_steps)
+        return schedules.evaluate(schedule, num_steps).__getitem__
+
+    @functools.lru_cache(maxsize=1)
+    def alpha_of(step: int) -> np.float32:
+        return schedules.evaluate(lambda offset: schedule(step + offset), 1)[0]
+
+    return alpha_of
+
+
+def _admit(budget: Budget, optimizer: DPOptimizer, mixing: _Mixing) -> None:
+    """Raises unless a budget has room for the whole run."""
+    if mixing.num_steps is None:
+        raise ValueError(
+            "expected the number of steps with a budget, which admits a run as a whole, got "
+            "num_steps=None. Pass num_steps=epochs * len(loader)."
+        )
+    budget.require_data()
+    charged = sum(mixing.alphas(step) > 0 for step in range(mixing.num_steps))
+    mechanism = _mechanism(optimizer, mixing, [])
+    mechanism = dataclasses.replace(mechanism, num_steps=max(int(charged), 1))
+    budget.admit(mechanism, num_steps=int(charged))
+
+
+def public_batches(loader: torch.utils.data.DataLoader) -> Iterator[Any]:
+    """Yields the batches of a public loader without end, shuffled anew in each pass.
+
+    Raises:
+        ValueError: for a loader with Poisson sampling, which is a private one.
+    """
+    _require_public_loader(loader)
+    return _endless(loader)
+
+
+def _endless(loader: torch.utils.data.DataLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _require_public_loader(loader: Any) -> None:
+    _validate.instance_of(torch.utils.data.DataLoader, loader=loader)
+    if isinstance(loader, DPDataLoader):
+        raise ValueError(
+            "expected a loader of public rows, got the private loader of make_private. Make a "
+            "DataLoader of public rows."
+        )
+
+
+def warm_start(
+    module: torch.nn.Module,
+    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
+    public: torch.utils.data.DataLoader,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    holdout_fraction: float = 0.2,
+    holdout: torch.utils.data.DataLoader | None = None,
+    patience: int = 10,
+    max_epochs: int = 500,
+    seed: int = 0,
+) -> WarmStart:
+    """Pre-trains a module on public rows until a held-out part of them stops improving.
+
+    Call it before `make_private`. The module is left with the best parameters by the held-out
+    loss, which `mirrordp.warm_start` would return. Public data only: no cost.
+
+    Args:
+        module: the model, which is changed in place.
+        loss_fn: `loss_fn(module, batch) -> mean loss` on a batch of the loader.
+        public: a loader of public rows. Its data set, batch size and collate function are used;
+            rows are set aside and shuffled here.
+        optimizer: an optimiser of the module's parameters; by default Adam with rate 1e-3.
+        holdout_fraction: the share of the public rows that judges.
+        holdout: a loader of public rows of your own that judge; all of `public` is then learned
+            from.
+        patience: stop after this many epochs without improvement.
+        max_epochs: stop after this many epochs at the latest.
+        seed: decides which rows judge and the order of the others.
+
+    Returns:
+        A `WarmStart`, whose `params` is the state dict of the module.
+
+    Warns:
+        RuntimeWarning: if it did not converge.
+    """
+    _require_public_loader(public)
+    if isinstance(module, AbstractGradSampleModule) or hasattr(
+        module, "autograd_grad_sample_hooks"
+    ):
+        raise ValueError(
+            "expected a module without Opacus' hooks, got one that was made private. Call "
+            "warm_start before make_private."
+        )
+    _validate.open_unit_interval(holdout_fraction=holdout_fraction)
+    _validate.positive_integer(patience=patience, max_epochs=max_epochs)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    if not trained:
+        raise ValueError(
+            "expected a model with parameters to train, got one that is frozen. Set "
+            "requires_grad for some of its parameters."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    train, judges = _split(public, holdout, holdout_fraction, generator)
+    descent = torch.optim.Adam(trained, lr=1e-3) if optimizer is None else optimizer
+    best, best_loss, best_epoch, number = copy.deepcopy(module.state_dict()), math.inf, 0, 0
+    train_losses, holdout_losses = [], []
+    was_training = module.training
+    for number in range(max_epochs):
+        module.train()
+        losses = []
+        for batch in train:
+            descent.zero_grad()
+            loss = loss_fn(module, batch)
+            loss.backward()
+            descent.step()
+            losses.append(float(loss.detach()))
+        train_losses.append(float(np.mean(losses)))
+        holdout_losses.append(_judge(module, loss_fn, judges))
+        if holdout_losses[-1] < best_loss:
+            best, best_loss, best_epoch = (
+                copy.deepcopy(module.state_dict()),
+                holdout_losses[-1],
+                number,
+            )
+        if number - best_epoch >= patience:
+            break
+    module.load_state_dict(best)
+    module.train(was_training)
+    module.zero_grad(set_to_none=True)
+    converged = number - best_epoch >= patience and math.isfinite(best_loss)
+    if not converged:
+        _warn_not_converged(best_loss, number + 1, patience)
+    return WarmStart(
+        best, converged, number + 1, np.asarray(train_losses), np.asarray(holdout_losses)
+    )
+
+
+def _split(
+    public: torch.utils.data.DataLoader,
+    holdout: torch.utils.data.DataLoader | None,
+    holdout_fraction: float,
+    generator: torch.Generator,
+) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
+    """Returns a loader of rows to learn from and one of rows that judge."""
+    rows = len(public.dataset)  # pyright: ignore[reportArgumentType]
+    if holdout is None and rows < 2:
+        raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
+    data, judges = public.dataset, holdout
+    options = {
+        "batch_size": public.batch_size or 32,
+        "collate_fn": public.collate_fn,
+        "num_workers": public.num_workers,
+    }
+    if judges is None:
+        count = min(max(1, round(holdout_fraction * rows)), rows - 1)
+        order = torch.randperm(rows, generator=generator).tolist()
+        held = torch.utils.data.Subset(public.dataset, order[:count])
+        data = torch.utils.data.Subset(public.dataset, order[count:])
+        judges = torch.utils.data.DataLoader(held, **options)
+    else:
+        _require_public_loader(judges)
+    train = torch.utils.data.DataLoader(data, shuffle=True, generator=generator, **options)
+    return train, judges
+
+
+@torch.no_grad()
+def _judge(
+    module: torch.nn.Module,
+    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
+    judges: torch.utils.data.DataLoader,
+) -> float:
+    """Returns the mean loss on held-out rows, without dropout."""
+    module.eval()
+    losses, sizes = [], []
+    for batch in judges:
+        losses.append(float(loss_fn(module, batch)))
+        sizes.append(_num_rows(batch))
+    return float(np.average(losses, weights=sizes))
+
+
+def _num_rows(batch: Any) -> int:
+    leaves = _pytree.tree_leaves(batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _warn_not_converged(best_loss: float, num_epochs: int, patience: int) -> None:
+    if not math.isfinite(best_loss):
+        warn(
+            f"the warm start did not converge: the held-out loss was not finite after any of "
+            f"{num_epochs} passes over the public rows, and the parameters are those that you "
+            "gave. Use a smaller learning rate, or look for the NaN in the loss function.",
+            RuntimeWarning,
+        )
+        return
+    warn(
+        f"the warm start did not converge: after {num_epochs} passes over the public rows the "
+        f"held-out loss still improves (it is {best_loss:.4g}; {patience} passes without "
+        "improvement end the warm start). Use an optimizer with a larger learning rate (the "
+        "default is Adam with 1e-3), or more passes (max_epochs).",
+        RuntimeWarning,
+    )

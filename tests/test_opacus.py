@@ -1,0 +1,1122 @@
+"""Opacus' optimisers with public gradients: what they compute, what they charge, what they refuse.
+
+Runs are tiny: 40 rows, batches of 10 on average. The noise is Opacus' own unless a test needs to
+know it.
+"""
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("opacus") is None and "MIRRORDP_REQUIRE_OPACUS" not in os.environ:
+    # An extra that users may leave out; CI sets the variable, and a missing Opacus fails there.
+    pytest.skip("needs Opacus: pip install 'mirrordp[opacus]'", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opacus.optimizers.optimizer
+import optax
+import torch
+from opacus.schedulers import ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirrordp
+from mirrordp import Adjacency, Budget, FileLedger, Ledger, PrivateData, schedules
+from mirrordp.integrations.opacus import public_batches, warm_start, with_public_gradient
+from mirrordp.privacy import Accountant, accounting
+from mirrordp.report import RunReport
+from mirrordp.report.page import report_page
+from mirrordp.spending.budget import BudgetError
+
+ROWS, BATCH, SIGMA, CLIP, DELTA = 40, 10, 3.0, 0.7, 1e-3
+RATE = BATCH / ROWS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:PrivacyEngine detected new dataset object"),
+    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # The tensors are tiny, and the sum of a split batch must not depend on threads.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows(count=ROWS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+PUBLIC = rows(12, seed=1)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def private(
+    mode="hooks", *, module=None, data=None, noise=SIGMA, rate=0.5, accountant="prv",
+    engine=None, **options
+):  # fmt: skip
+    """A module, optimiser, criterion and loader that Opacus made private, in one namespace."""
+    module = network() if module is None else module
+    engine = engine or opacus.PrivacyEngine(accountant=accountant)
+    made = engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=rate),
+        data_loader=DataLoader(TensorDataset(*(data or rows())), batch_size=BATCH),
+        noise_multiplier=noise,
+        **{"max_grad_norm": CLIP, "grad_sample_mode": mode} | options,
+    )
+    module, optimizer, *criterion, loader = made
+    return types.SimpleNamespace(
+        module=module, optimizer=optimizer, loader=loader, engine=engine,
+        criterion=criterion[0] if criterion else nn.CrossEntropyLoss(),
+    )  # fmt: skip
+
+
+def mixed(mode="hooks", alpha=0.5, *, made=None, scale_noise=True, num_steps=None, spend=None, **o):
+    made = made or private(mode, **o)
+    with_public_gradient(
+        made.optimizer, made.module, made.loader,
+        alpha=alpha, scale_noise=scale_noise, num_steps=num_steps, spend=spend,
+    )  # fmt: skip
+    return made
+
+
+def public_loss(made):
+    return F.cross_entropy(made.module(PUBLIC[0]), PUBLIC[1])
+
+
+def backward(made, batch):
+    made.optimizer.zero_grad()
+    made.criterion(made.module(batch[0]), batch[1]).backward()
+
+
+def train(made, steps=6, *, loader=None, public=True):
+    """Takes steps as an Opacus user would, and returns the parameters."""
+    taken = 0
+    while taken < steps:
+        for batch in loader or made.loader:
+            backward(made, batch)
+            if public:
+                made.optimizer.public_step(lambda: public_loss(made))
+            made.optimizer.step()
+            taken += 1
+            if taken == steps:
+                break
+    return params(made)
+
+
+def params(made):
+    return [p.detach().clone() for p in made.optimizer.params]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def noises(monkeypatch):
+    """Replaces Opacus' noise by noise from a list, which tests read."""
+    drawn = []
+
+    def noise(std, reference, generator=None, secure_mode=False):
+        generator = torch.Generator().manual_seed(100 + len(drawn))
+        drawn.append(std * torch.randn(reference.shape, generator=generator, dtype=reference.dtype))
+        return drawn[-1]
+
+    for module in ("optimizer", "optimizer_fast_gradient_clipping"):
+        monkeypatch.setattr(f"opacus.optimizers.{module}._generate_noise", noise)
+    return drawn
+
+
+# What a step computes.
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost", "per_layer", "unwrapped"])
+def test_alpha_one_is_opacus_to_the_bit(mode):
+    options = {
+        "per_layer": {"clipping": "per_layer", "max_grad_norm": [CLIP] * 4, "mode": "hooks"},
+        "unwrapped": {"wrap_model": False, "mode": "hooks"},
+    }.get(mode, {"mode": mode})
+
+    def run(wrap):
+        module = network()
+        made = private(module=module, **options)
+        if mode == "unwrapped":
+            made.hooks, made.module = made.module, module
+        if wrap:
+            hooks = getattr(made, "hooks", made.module)
+            with_public_gradient(made.optimizer, hooks, made.loader, alpha=1.0)
+        torch.manual_seed(3)
+        return train(made, public=wrap)
+
+    assert same(run(False), run(True))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("scale_noise", [True, False])
+def test_a_step_is_the_formula(mode, scale_noise, noises):
+    made = mixed(mode, 0.3, scale_noise=scale_noise)
+    batch = next(iter(made.loader))
+    before = params(made)
+    # The clipped sum from one row at a time, by plain autograd on a copy without hooks.
+    plain = network()
+    total = [torch.zeros_like(p) for p in plain.parameters()]
+    for x, y in zip(*batch, strict=True):
+        grads = torch.autograd.grad(F.cross_entropy(plain(x[None]), y[None]), plain.parameters())
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        total = [t + g * min(1.0, CLIP / (norm + 1e-6)) for t, g in zip(total, grads, strict=True)]
+    loss = F.cross_entropy(plain(PUBLIC[0]), PUBLIC[1])
+    public = torch.autograd.grad(loss, plain.parameters())
+    backward(made, batch)
+    returned = made.optimizer.public_step(lambda: public_loss(made))
+    made.optimizer.step()
+    assert float(returned) == pytest.approx(float(loss.detach()))
+    assert len(noises) == 4
+    for i, found in enumerate(made.optimizer.params):
+        weight = 0.3 if scale_noise else 1.0
+        expected = (0.3 * total[i] + weight * noises[i]) / BATCH + 0.7 * public[i]
+        torch.testing.assert_close(before[i] - 0.5 * expected, found.detach())
+
+
+def test_the_released_gradient_is_clipped_before_it_is_mixed(noises):
+    made = private()
+    with_public_gradient(
+        made.optimizer, made.module, made.loader, alpha=[1.0, 0.5], noisy_clip_norm=1e-3
+    )
+    before = params(made)
+    moves = []
+    for _ in range(2):
+        after = train(made, 1)
+        moves.append(torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]))
+        before = after
+    assert float(moves[0].norm()) == pytest.approx(0.5e-3, rel=1e-2)
+    assert float(moves[1].norm()) > 1e-2
+
+
+def as_jax(module):
+    return {name: jnp.asarray(p.detach().numpy()) for name, p in module.named_parameters()}
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 3, 3, padding=1), nn.Linear(3 * 9, 2)
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.tanh(self.conv(x)), 2)
+        return self.out(x.flatten(1))
+
+
+def conv_net(p, x):
+    x = jax.lax.conv(x[None], p["conv.weight"], (1, 1), "SAME")[0] + p["conv.bias"][:, None, None]
+    x = jax.lax.reduce_window(jnp.tanh(x), -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID")
+    return p["out.weight"] @ x.reshape(-1) + p["out.bias"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 3), nn.Linear(4, 2)
+        self.lstm = opacus.layers.DPLSTM(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.out(self.lstm(self.embed(x))[0][:, -1])
+
+
+def recurrent(p, tokens):
+    def cell(carry, x):
+        h, c = carry
+        gates = p["lstm.weight_ih_l0"] @ x + p["lstm.bias_ih_l0"]
+        i, f, g, o = jnp.split(gates + p["lstm.weight_hh_l0"] @ h + p["lstm.bias_hh_l0"], 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+    (h, _), _ = jax.lax.scan(cell, (jnp.zeros(4), jnp.zeros(4)), p["embed.weight"][tokens])
+    return p["out.weight"] @ h + p["out.bias"]
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.attend, self.project, self.out = nn.Linear(4, 12), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        q, k, v = self.attend(self.norm(x)).split(4, dim=-1)
+        weights = torch.softmax(q @ k.transpose(1, 2) / 2, dim=-1)
+        return self.out((x + self.project(weights @ v)).mean(1))
+
+
+def transformer(p, tokens):
+    x = p["embed.weight"][tokens]
+    centred = x - x.mean(-1, keepdims=True)
+    normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    normed = normed * p["norm.weight"] + p["norm.bias"]
+    q, k, v = jnp.split(normed @ p["attend.weight"].T + p["attend.bias"], 3, axis=-1)
+    mixed = jax.nn.softmax(q @ k.T / 2, axis=-1) @ v @ p["project.weight"].T + p["project.bias"]
+    return p["out.weight"] @ (x + mixed).mean(0) + p["out.bias"]
+
+
+@pytest.mark.parametrize(
+    ("make", "forward"),
+    [(ConvNet, conv_net), (Recurrent, recurrent), (Transformer, transformer)],
+)
+def test_twenty_steps_agree_with_jax(make, forward, noises):
+    generator = torch.Generator().manual_seed(5)
+    if make is ConvNet:
+        x = torch.randn(ROWS, 1, 6, 6, generator=generator, dtype=torch.float64)
+    else:
+        x = torch.randint(0, 5, (ROWS, 6), generator=generator)
+    y = torch.randint(0, 2, (ROWS,), generator=generator)
+    public = x[:8], y[:8]
+    alpha, steps = schedules.cosine(decay_steps=19), 20
+    made = private(module=make().double(), data=(x, y), noise=1.0, rate=0.2)
+    with jax.enable_x64(True):
+        theta = as_jax(made.module._module)
+        transform = optax.chain(mirrordp.mix_public_gradient(alpha), optax.sgd(0.2))
+        state = transform.init(theta)
+
+        def loss_fn(p, x, y):
+            logits = forward(p, x)
+            return jax.nn.logsumexp(logits) - logits[y]
+
+        @jax.jit
+        def take(theta, state, x, y, weight, noise):
+            grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(theta, x, y)
+            squares = [(g.reshape(len(g), -1) ** 2).sum(1) for g in jax.tree.leaves(grads)]
+            # Opacus' rule, which adds 1e-6 to the norm.
+            factor = jnp.minimum(1, CLIP / (jnp.sqrt(sum(squares)) + 1e-6)) * weight
+            total = jax.tree.map(lambda g: jnp.tensordot(factor, g, 1), grads)
+            noisy = jax.tree.map(lambda t, b: (t + b) / BATCH, total, noise)
+            mean = lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0, 0))(p, *public_arrays))  # noqa: E731
+            updates, state = transform.update(
+                noisy, state, theta, public_grad=jax.grad(mean)(theta)
+            )
+            return optax.apply_updates(theta, updates), state
+
+        public_arrays = [jnp.asarray(a.numpy()) for a in public]
+        mixed(alpha=alpha, made=made)
+        names = [name for name, _ in made.module._module.named_parameters()]
+        taken = 0
+        while taken < steps:
+            for batch in made.loader:
+                taken += 1
+                backward(made, batch)
+                made.optimizer.public_step(
+                    lambda: F.cross_entropy(made.module(public[0]), public[1])
+                )
+                noises.clear()
+                made.optimizer.step()
+                size = len(batch[0])
+                padded = [np.concatenate([b, np.zeros((30 - size, *b.shape[1:]), b.numpy().dtype)])
+                          for b in batch]  # fmt: skip
+                drawn = noises or [torch.zeros_like(p) for p in made.optimizer.params]
+                noise = {n: jnp.asarray(b.numpy()) for n, b in zip(names, drawn, strict=True)}
+                weight = (np.arange(30) < size).astype(float)
+                theta, state = take(theta, state, *padded, weight, noise)
+                if taken == steps:
+                    break
+        for name, found in made.module._module.named_parameters():
+            np.testing.assert_allclose(theta[name], found.detach().numpy(), rtol=0, atol=1e-6)
+    assert made.optimizer.charged_steps == 19
+
+
+@pytest.mark.parametrize(
+    "alpha",
+    [0.25, [0.25, 0.5, 1.0], schedules.linear(0.25, 1.0, num_steps=3), schedules.constant(0.25)],
+)
+@pytest.mark.parametrize("num_steps", [None, 3])
+def test_every_schedule_is_followed(alpha, num_steps):
+    made = mixed(alpha=alpha, num_steps=num_steps)
+    expected = schedules.evaluate(schedules.as_schedule(alpha), 3)
+    for value in expected:
+        assert made.optimizer.alpha == pytest.approx(float(value))
+        train(made, 1)
+    if num_steps or isinstance(alpha, list):
+        with pytest.raises((RuntimeError, ValueError), match="steps"):
+            train(made, 1)
+    assert made.optimizer.charged_steps == 3
+
+
+# Steps that read no private data.
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("split", [False, True])
+def test_alpha_zero_reads_nothing_private(mode, split, noises):
+    def run(data):
+        made = mixed(mode, alpha=0.0, data=data)
+        if not split:
+            return made, train(made)
+        manager = BatchMemoryManager(
+            data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer
+        )
+        with manager as loader:
+            for batch in loader:
+                backward(made, batch)
+                made.optimizer.public_step(lambda: public_loss(made))
+                made.optimizer.step()
+        return made, params(made)
+
+    torch.manual_seed(1)
+    made, one = run(rows(seed=2))
+    torch.manual_seed(1)
+    _, other = run(rows(seed=3))
+    assert same(one, other)
+    assert not same(one, list(network().parameters()))
+    assert noises == []
+    assert made.engine.accountant.history == []
+    assert made.optimizer.charged_steps == 0
+    assert made.optimizer.spent(DELTA).epsilon == 0
+    assert made.optimizer.report(DELTA).epsilon == 0
+
+
+# The public pass and Opacus' hooks.
+
+
+def traces(made):
+    """Everything that Opacus' hooks keep on parameters and modules."""
+    kept = [len(getattr(m, "activations", [])) for m in made.module.modules()]
+    for p in made.optimizer.params:
+        kept += [p.grad_sample, p.grad, p.summed_grad, p._forward_counter]
+    return copy.deepcopy(kept)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("form", ["function", "context", "only forward", "ghost criterion"])
+@pytest.mark.parametrize("when", ["first", "between", "last"])
+def test_the_public_pass_leaves_no_trace(mode, form, when):
+    def public(made):
+        if form == "function":
+            made.optimizer.public_step(lambda: public_loss(made))
+        elif form == "context":
+            with made.optimizer.public_pass():
+                loss = public_loss(made)
+            made.optimizer.public_step(loss)
+        elif form == "ghost criterion":
+            made.optimizer.public_step(lambda: made.criterion(made.module(PUBLIC[0]), PUBLIC[1]))
+        else:
+            made.optimizer.public_step(public_loss(made))
+
+    def run(call):
+        made = mixed(mode)
+        batch = next(iter(made.loader))
+        made.optimizer.zero_grad()
+        if call and when == "first":
+            public(made)
+        loss = made.criterion(made.module(batch[0]), batch[1])
+        if call and when == "between":
+            public(made)
+        loss.backward()
+        if call and when == "last":
+            public(made)
+        return traces(made)
+
+    if form == "only forward" and when == "between":
+        # With ghost clipping, Opacus itself refuses the second forward pass.
+        with pytest.raises(RuntimeError, match=r"without Opacus' hooks|tying"):
+            run(True)
+        return
+    torch.manual_seed(1)
+    expected = run(False)
+    torch.manual_seed(1)
+    found = run(True)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_private_forward_pass_is_not_taken_for_the_public_one():
+    made = mixed()
+    batch = next(iter(made.loader))
+    loss = made.criterion(made.module(batch[0]), batch[1])
+    made.module.eval()
+    public = public_loss(made)
+    made.module.train()
+    made.optimizer.public_step(public)  # leaves the private pass alone
+    loss.backward()
+    made.optimizer.step()
+    loss = made.criterion(made.module(batch[0]), batch[1])
+    public = public_loss(made)
+    with pytest.raises(RuntimeError, match="repeat the private forward pass"):
+        made.optimizer.public_step(public)
+    # What Opacus kept of the private pass is gone, so it cannot be mixed up later.
+    with pytest.raises(IndexError):
+        loss.backward()
+
+
+def test_an_opaque_output_is_refused():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            return types.SimpleNamespace(logits=self.inner(x))
+
+    made = mixed(module=Wrapped())
+    loss = F.cross_entropy(made.module(PUBLIC[0]).logits, PUBLIC[1])
+    with pytest.raises(RuntimeError, match="cannot be told from private ones"):
+        made.optimizer.public_step(loss)
+    made.optimizer.public_step(lambda: F.cross_entropy(made.module(PUBLIC[0]).logits, PUBLIC[1]))
+
+
+def test_parts_of_the_module_by_themselves():
+    made = mixed()
+    x = made.module._module[0](PUBLIC[0])
+    loss = F.cross_entropy(made.module._module[2](x), PUBLIC[1])
+    with pytest.raises(RuntimeError, match="cannot be told from private ones"):
+        made.optimizer.public_step(loss)
+    train(made, 2)
+    assert made.optimizer.charged_steps == 2
+
+
+def test_a_failed_public_pass_leaves_hooks_on():
+    made = mixed()
+    with pytest.raises(ZeroDivisionError):
+        made.optimizer.public_step(lambda: 1 / 0)
+    assert made.module.hooks_enabled
+    train(made, 2)
+    assert made.optimizer.charged_steps == 2
+
+
+def test_mixed_precision():
+    made = mixed()
+    for batch in made.loader:
+        made.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = made.criterion(made.module(batch[0]), batch[1])
+            made.optimizer.public_step(lambda: public_loss(made))
+        loss.backward()
+        made.optimizer.step()
+    assert all(p.grad.dtype is torch.float32 and p.isfinite().all() for p in made.optimizer.params)
+    assert made.optimizer.charged_steps == 4
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_learning_rate_schedulers(before):
+    made = private()
+    if before:
+        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.0)
+    mixed(made=made)
+    if not before:
+        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.0)
+    first = train(made, 1)
+    scheduler.step()
+    # At rate zero nothing moves, and the step is still charged.
+    assert same(first, train(made, 1))
+    assert made.optimizer.charged_steps == 2
+
+
+def test_two_processes():
+    script = Path(__file__).with_name("opacus_processes.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("agrees") == 6
+
+
+# Virtual steps.
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("scale_noise", [True, False])
+def test_split_batches_are_one_step(mode, scale_noise, noises):
+    def run(size):
+        made = mixed(mode, 0.4, scale_noise=scale_noise)
+        torch.manual_seed(7)
+        calls = []
+        manager = BatchMemoryManager(
+            data_loader=made.loader, max_physical_batch_size=size, optimizer=made.optimizer
+        )
+
+        def public():
+            calls.append(1)
+            return public_loss(made)
+
+        parts = 0
+        with manager as loader:
+            for batch in loader:
+                parts += 1
+                backward(made, batch)
+                made.optimizer.public_step(public)
+                made.optimizer.step()
+        noises.clear()
+        return made, params(made), parts, len(calls)
+
+    whole, expected, parts, calls = run(ROWS)
+    assert (parts, calls, whole.optimizer.charged_steps) == (4, 4, 4)
+    split, found, parts, calls = run(3)
+    # How often the public loss is evaluated must not depend on the size of private batches.
+    assert parts > 10
+    assert (calls, split.optimizer.charged_steps) == (4, 4)
+    assert len(split.engine.accountant.history) == 1
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_tensor_for_each_part_is_refused():
+    made = mixed()
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=2, optimizer=made.optimizer
+    )
+
+    def run():
+        with manager as loader:
+            for batch in loader:
+                made.optimizer.public_step(public_loss(made))
+                backward(made, batch)
+                made.optimizer.step()
+
+    with pytest.raises(RuntimeError, match="pass a function that fetches its rows"):
+        run()
+
+
+def test_empty_batches_are_charged():
+    made = mixed(noise=2.0)
+    made.loader.batch_sampler.sample_rate = 1e-9
+    before = params(made)
+    train(made, 3)
+    assert not same(before, params(made))
+    assert made.optimizer.charged_steps == 3
+
+
+# What is charged.
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_step_is_charged_before_its_noise(mode, monkeypatch):
+    made = mixed(mode)
+    order = []
+    noise = opacus.optimizers.optimizer._generate_noise
+    for module in ("optimizer", "optimizer_fast_gradient_clipping"):
+        monkeypatch.setattr(
+            f"opacus.optimizers.{module}._generate_noise",
+            lambda **o: order.append("noise") or noise(**o),
+        )
+    charge = made.optimizer.spend.charge
+    monkeypatch.setattr(
+        made.optimizer.spend, "charge", lambda *a, **o: order.append("charge") or charge(*a, **o)
+    )
+    train(made, 2)
+    assert order == ["charge", *["noise"] * 4] * 2
+
+
+@pytest.mark.parametrize("noise", [1.2, 3.0])
+def test_epsilon_is_not_below_that_of_opacus(noise):
+    made = mixed(noise=noise)
+    train(made, 12)
+    # Opacus adds its tolerance of 0.01 to epsilon, at a delta smaller by a thousandth, and
+    # computes both on a grid.
+    theirs = made.engine.get_epsilon(DELTA)
+    assert theirs - 0.0101 <= made.optimizer.spent(DELTA * 0.999).epsilon < theirs + 0.01
+    expected = accounting.poisson_event(noise, sampling_prob=RATE, num_steps=12)
+    found = accounting.epsilon(expected, DELTA, adjacency=Adjacency.ZERO_OUT).epsilon
+    assert made.optimizer.spent(DELTA).epsilon == found
+
+
+def test_the_report_and_its_page(tmp_path):
+    made = mixed(alpha=[0.5, 0.0, 1.0])
+    train(made, 3)
+    report = made.optimizer.report(DELTA, results={"public_accuracy": 0.75}, seeded=True)
+    assert report.charged_steps == 2
+    assert report.epsilon == made.optimizer.spent(DELTA).epsilon
+    assert (report.sampling_prob, report.divisor, report.num_examples) == (RATE, BATCH, ROWS)
+    assert report.noise_multiplier == SIGMA
+    assert report.l2_clip_norm == CLIP
+    assert {"torch", "opacus"} <= set(report.versions)
+    report.write(tmp_path)
+    assert RunReport.read(tmp_path).to_dict() == report.to_dict()
+    page = report_page(report, run="opacus")
+    assert "not for release" in page
+    assert "public_accuracy" in page or "public accuracy" in page
+    assert not made.optimizer.report(DELTA, seeded=False).warnings()[0].grave
+
+
+def test_a_ledger_is_shared_by_runs():
+    ledger = Ledger(Adjacency.ZERO_OUT)
+    for _ in range(2):
+        train(made := mixed(spend=ledger), 3)
+    one, both = made.optimizer.spent(DELTA), ledger.epsilon(DELTA)
+    assert both.epsilon > one.epsilon
+    report = made.optimizer.report(DELTA)
+    assert report.epsilon == both.epsilon
+    assert "ledger" in report.scope
+
+
+def budget_of(tmp_path, epsilon):
+    data = PrivateData([array.numpy() for array in rows()])
+    return Budget.create(tmp_path / "budget", epsilon=epsilon, delta=DELTA, data=data)
+
+
+def test_a_budget_admits_and_refuses(tmp_path):
+    with budget_of(tmp_path, 20.0) as budget:
+        made = mixed(spend=budget, num_steps=4)
+        train(made, 4)
+        assert budget.status.charges == 4
+        report = made.optimizer.report(DELTA)
+        assert report.ledger["budget"]["used"] == budget.status.used
+        used = budget.status.used
+        with pytest.raises(BudgetError, match="within the budget"):
+            mixed(spend=budget, num_steps=20_000)
+        with pytest.raises(ValueError, match="num_steps"):
+            mixed(spend=budget)
+        # Noise that a scheduler takes away later is refused when it is charged.
+        made = mixed(spend=budget, num_steps=1)
+        made.optimizer.noise_multiplier = 0.05
+        before = params(made)
+        with pytest.raises(BudgetError):
+            train(made, 1)
+        assert same(before, params(made))
+        assert budget.status.used == used
+
+
+def test_noise_schedulers_are_charged_as_they_ran():
+    made = mixed()
+    scheduler = ExponentialNoise(made.optimizer, gamma=0.8)
+    for _ in range(3):
+        train(made, 1)
+        scheduler.step()
+    sigmas = [SIGMA, 0.8 * SIGMA, 0.64 * SIGMA]
+    ledger = Ledger(Adjacency.ZERO_OUT)
+    for sigma in sigmas:
+        ledger.charge(accounting.poisson_event(sigma, sampling_prob=RATE, num_steps=1))
+    expected = ledger.epsilon(DELTA, accountant=Accountant.RDP).epsilon
+    assert made.optimizer.spent(DELTA).epsilon == pytest.approx(expected)
+    report = made.optimizer.report(DELTA)
+    assert report.epsilon == made.optimizer.spent(DELTA).epsilon
+    assert report.noise_multiplier == pytest.approx(sigmas[-1])
+    assert [steps for steps, _ in report.epsilon_over_steps] == [1, 2, 3]
+    assert report.epsilon_over_steps[-1][1] == pytest.approx(report.epsilon)
+    assert "noise multipliers from" in report.scope
+
+
+def last_sigma(made):
+    return made.optimizer._mixing.books.charges[-1].noise_multiplier
+
+
+def test_noise_is_charged_relative_to_the_clip_norm_that_was_used():
+    ghost = mixed("ghost")
+    ghost.optimizer.max_grad_norm = CLIP / 2  # the module still clips to CLIP
+    train(ghost, 1)
+    assert last_sigma(ghost) == pytest.approx(SIGMA / 2)
+    ghost.optimizer.max_grad_norm = 2 * CLIP
+    train(ghost, 1)
+    assert last_sigma(ghost) == SIGMA
+    layers = mixed(clipping="per_layer", max_grad_norm=[CLIP] * 4)
+    layers.optimizer.max_grad_norm = CLIP
+    train(layers, 1)
+    assert last_sigma(layers) == pytest.approx(SIGMA / 2)
+    # A scheduler that steps between the parts of a batch.
+    made = mixed()
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=2, optimizer=made.optimizer
+    )
+    with manager as loader:
+        for batch in loader:
+            backward(made, batch)
+            made.optimizer.public_step(lambda: public_loss(made))
+            made.optimizer.step()
+            if made.optimizer.charged_steps:
+                break
+            made.optimizer.max_grad_norm = CLIP / 4
+    assert last_sigma(made) == pytest.approx(SIGMA / 4)
+
+
+# What could make the ledger say less than was spent.
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_two_steps_on_one_batch_are_refused(mode):
+    made = mixed(mode)
+    for batch in made.loader:
+        for number in range(2):
+            backward(made, batch)
+            made.optimizer.public_step(lambda: public_loss(made))
+            if number == 1:
+                before = params(made)
+                with pytest.raises(RuntimeError, match="a batch of its own"):
+                    made.optimizer.step()
+                assert same(before, params(made))
+                assert made.optimizer.charged_steps == 1
+                return
+            made.optimizer.step()
+
+
+def test_batches_of_another_loader_are_refused():
+    made = mixed()
+    other = DataLoader(TensorDataset(*rows()), batch_size=BATCH, shuffle=True)
+    with pytest.raises(RuntimeError, match="private loader given to with_public_gradient"):
+        train(made, 1, loader=other)
+    assert made.optimizer.charged_steps == 0
+    # Batches of an earlier pass over the loader make no room for it.
+    made = mixed()
+    list(made.loader)
+    train(made, 1)
+    with pytest.raises(RuntimeError, match="a batch of its own"):
+        train(made, 1, loader=other)
+
+
+def test_batches_drawn_ahead_are_fine():
+    made = mixed()
+    train(made, 4, loader=list(made.loader))
+    assert made.optimizer.charged_steps == 4
+
+
+def test_two_optimizers_over_one_loader():
+    made, other = mixed(), private()
+    with_public_gradient(other.optimizer, other.module, made.loader, alpha=0.5)
+    batch = next(iter(made.loader))
+    for each in (made, other):
+        backward(each, batch)
+        each.optimizer.public_step(lambda each=each: public_loss(each))
+    made.optimizer.step()
+    with pytest.raises(RuntimeError, match="a batch of its own"):
+        other.optimizer.step()
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_steps_that_only_opacus_counted_are_charged(accountant):
+    made = mixed(accountant=accountant)
+    train(made, 2)
+    # Another optimiser of the same engine, without public gradients.
+    other = private(engine=made.engine)
+    train(other, 3, public=False)
+    assert made.optimizer.spent(DELTA).epsilon == other_epsilon(5)
+    train(made, 1)
+    assert made.optimizer.charged_steps == 6
+    assert made.optimizer.spent(DELTA).epsilon == other_epsilon(6)
+
+
+def test_optimizers_that_share_engine_and_ledger_are_charged_once():
+    ledger = Ledger(Adjacency.ZERO_OUT)
+    made = mixed(spend=ledger)
+    other = mixed(spend=ledger, engine=made.engine)
+    for each in (made, other, made):
+        train(each, 2)
+    assert ledger.epsilon(DELTA).epsilon == other_epsilon(6)
+    assert (made.optimizer.charged_steps, other.optimizer.charged_steps) == (4, 2)
+
+
+def test_a_refused_charge_is_tried_again(tmp_path):
+    with budget_of(tmp_path, 20.0) as budget:
+        made = mixed(spend=budget, num_steps=4)
+        other = private(engine=made.engine, noise=0.05)
+        train(other, 1, public=False)
+        for _ in range(2):
+            with pytest.raises(BudgetError):
+                made.optimizer.spent(DELTA)
+
+
+def other_epsilon(steps):
+    event = accounting.poisson_event(SIGMA, sampling_prob=RATE, num_steps=steps)
+    return accounting.epsilon(event, DELTA, adjacency=Adjacency.ZERO_OUT).epsilon
+
+
+def test_steps_of_before_the_wrapper_are_charged():
+    made = private()
+    train(made, 3, public=False)
+    mixed(made=made)
+    assert made.optimizer.report(DELTA).charged_steps == 3
+
+
+def test_a_removed_hook_changes_no_charge():
+    made = mixed()
+    made.optimizer.attach_step_hook(lambda optimizer: None)
+    train(made, 3)
+    assert made.optimizer.charged_steps == 3
+
+
+def test_the_optimizer_under_opacus_cannot_be_stepped():
+    made = mixed()
+    backward(made, next(iter(made.loader)))
+    before = params(made)
+    with pytest.raises(RuntimeError, match="adds no noise"):
+        made.optimizer.original_optimizer.step()
+    assert same(before, params(made))
+
+
+def test_accumulated_batches_are_refused():
+    made = mixed()
+    made.module.allow_grad_accumulation()
+    for batch in list(made.loader)[:2]:
+        made.criterion(made.module(batch[0]), batch[1]).backward()
+    made.optimizer.public_step(lambda: public_loss(made))
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+def test_batches_accumulated_by_hand_are_refused():
+    made = mixed()
+
+    def run():
+        for batch in made.loader:
+            made.optimizer.signal_skip_step(True)
+            backward(made, batch)
+            made.optimizer.step()
+
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        run()
+
+
+def test_a_copy_is_refused():
+    made = mixed()
+    with pytest.raises(TypeError, match="ledger of its own"):
+        copy.deepcopy(made.optimizer)
+
+
+def test_a_larger_rate_is_charged():
+    made = mixed()
+    made.loader.batch_sampler.sample_rate = 0.75
+    train(made, 1)
+    assert made.optimizer.report(DELTA).sampling_prob == 0.75
+
+
+# Resuming.
+
+
+def test_a_state_dict_resumes_step_and_charges(tmp_path):
+    alphas = [0.2, 0.4, 0.6, 0.8]
+    made = mixed(alpha=alphas)
+    train(made, 2)
+    torch.save(made.optimizer.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state")
+    resumed = mixed(alpha=alphas)
+    resumed.optimizer.load_state_dict(state)
+    assert resumed.optimizer.alpha == pytest.approx(0.6)
+    train(resumed, 2)
+    assert resumed.optimizer.charged_steps == 4
+    assert resumed.optimizer.spent(DELTA).epsilon == other_epsilon(4)
+    assert resumed.optimizer.spend.epsilon(DELTA).epsilon == other_epsilon(4)
+    # A state that knows nothing of this, as plain Opacus writes it.
+    resumed.optimizer.load_state_dict(private().optimizer.state_dict())
+    assert resumed.optimizer.charged_steps == 4
+
+
+def test_going_back_gives_nothing_back():
+    made = mixed(alpha=[0.2] * 9)
+    train(made, 2)
+    state = made.optimizer.state_dict()
+    train(made, 3)
+    made.optimizer.load_state_dict(state)
+    assert made.optimizer.charged_steps == 5
+    train(made, 1)
+    assert made.optimizer.spent(DELTA).epsilon == other_epsilon(6)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_crash_forgets_no_charge(tmp_path, before):
+    with FileLedger.create(tmp_path / "ledger", Adjacency.ZERO_OUT) as ledger:
+        made = mixed(spend=ledger)
+        train(made, before)
+        state = made.optimizer.state_dict()
+        train(made, 5 - before)  # lost in the crash, but perhaps seen
+    with FileLedger.open(tmp_path / "ledger") as ledger:
+        resumed = mixed(spend=ledger)
+        resumed.optimizer.load_state_dict(state)
+        train(resumed, 1)
+        assert resumed.optimizer.charged_steps == 6
+        assert ledger.epsilon(DELTA).epsilon == other_epsilon(6)
+        assert resumed.optimizer.report(DELTA).epsilon == other_epsilon(6)
+
+
+def test_a_checkpoint_of_the_engine(tmp_path):
+    made = mixed()
+    train(made, 3)
+    made.engine.save_checkpoint(
+        path=tmp_path / "checkpoint", module=made.module, optimizer=made.optimizer
+    )
+    resumed = mixed()
+    resumed.engine.load_checkpoint(
+        path=tmp_path / "checkpoint", module=resumed.module, optimizer=resumed.optimizer
+    )
+    train(resumed, 2)
+    assert resumed.optimizer.charged_steps == 5
+    # Going back gives nothing back and charges nothing again.
+    resumed.engine.load_checkpoint(
+        path=tmp_path / "checkpoint", module=resumed.module, optimizer=resumed.optimizer
+    )
+    train(resumed, 1)
+    assert resumed.optimizer.charged_steps == 6
+    # Without the optimiser's state, the steps are known from Opacus' accountant.
+    other = mixed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.engine.load_checkpoint(path=tmp_path / "checkpoint", module=other.module)
+    train(other, 1)
+    assert other.optimizer.charged_steps == 4
+
+
+# Bad input.
+
+
+def test_what_cannot_be_wrapped():
+    made = private()
+    parts = made.optimizer, made.module, made.loader
+
+    def wrap(optimizer=parts[0], module=parts[1], loader=parts[2], **options):
+        return with_public_gradient(optimizer, module, loader, **{"alpha": 0.5} | options)
+
+    plain = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    with pytest.raises(ValueError, match=r"Poisson sampling.*BatchSampler.*poisson_sampling=True"):
+        wrap(loader=plain)
+    with pytest.raises(ValueError, match="Poisson sampling"):
+        mixed(poisson_sampling=False)
+    with pytest.raises(TypeError, match="made private, got SGD"):
+        wrap(torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"module that make_private returned.*got Sequential"):
+        wrap(module=network())
+    with pytest.raises(ValueError, match="same make_private call"):
+        wrap(module=private().module)
+    adaptive = dict.fromkeys(("target_unclipped_quantile", "clipbound_learning_rate"), 0.5)
+    adaptive |= {"max_clipbound": 9.0, "min_clipbound": 0.1, "unclipped_num_std": 5.0}
+    with pytest.raises(ValueError, match="adaptive clipping"):
+        mixed(clipping="adaptive", **adaptive)
+    unhooked = private()
+    unhooked.optimizer.attach_step_hook(None)
+    with pytest.raises(ValueError, match="accountant of a PrivacyEngine"):
+        mixed(made=unhooked)
+    with pytest.raises(ValueError, match="add-remove"):
+        wrap(spend=Ledger(Adjacency.ADD_REMOVE))
+    with pytest.raises(ValueError, match=r"alpha must be in \[0, 1\]"):
+        wrap(alpha=1.5)
+    # None of this has changed the parts.
+    wrap()
+    with pytest.raises(ValueError, match="already"):
+        wrap()
+
+
+def test_a_frozen_model():
+    module = network()
+    made = private(module=module)
+    for p in module.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen"):
+        mixed(made=made)
+    # A part may be frozen.
+    module = network()
+    module[0].requires_grad_(False)
+    made = mixed(module=module)
+    before = copy.deepcopy(module[0].state_dict())
+    train(made, 2)
+    assert torch.equal(before["weight"], module[0].weight)
+    assert made.optimizer.charged_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda made: public_loss(made).to("meta"), "device of the model, cpu, got one on meta"),
+        (lambda made: made.module(PUBLIC[0])[:, 0], "mean loss.*shape"),
+        (lambda made: torch.tensor(1.0), "depends on none of them"),
+        (lambda made: 1.0, "must be Tensor, got float"),
+    ],
+)
+def test_bad_public_losses(loss, message):
+    made = mixed()
+    before = params(made)
+    backward(made, next(iter(made.loader)))
+    with pytest.raises((ValueError, TypeError), match=message):
+        made.optimizer.public_step(lambda: loss(made))
+    with pytest.raises(RuntimeError, match=r"Call optimizer.public_step"):
+        made.optimizer.step()
+    assert same(before, params(made))
+    assert made.optimizer.charged_steps == 0
+
+
+def test_a_second_public_step_is_refused():
+    made = mixed()
+    made.optimizer.public_step(lambda: public_loss(made))
+    with pytest.raises(RuntimeError, match="one public_step before each step"):
+        made.optimizer.public_step(lambda: public_loss(made))
+
+
+def test_the_private_loader_is_not_public():
+    made = private()
+    with pytest.raises(ValueError, match="public rows"):
+        public_batches(made.loader)
+    with pytest.raises(ValueError, match="public rows"):
+        warm_start(network(), batch_loss, made.loader)
+
+
+def test_public_batches_go_on():
+    batches = public_batches(DataLoader(TensorDataset(*PUBLIC), batch_size=5))
+    assert [len(next(batches)[0]) for _ in range(5)] == [5, 5, 2, 5, 5]
+
+
+# Warm starts.
+
+
+def batch_loss(module, batch):
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def test_a_warm_start_stops_and_keeps_the_best():
+    module, data = network(), TensorDataset(*rows(60, seed=4))
+    loader = DataLoader(data, batch_size=20)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.3)
+    found = warm_start(module, batch_loss, loader, optimizer=optimizer, patience=4)
+    assert found.converged
+    assert found.num_epochs == len(found.holdout_losses) < 500
+    assert found.holdout_losses.argmin() == found.num_epochs - 5
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:12]
+    held = tuple(t[order] for t in data.tensors)
+    assert float(batch_loss(module, held).detach()) == pytest.approx(found.holdout_losses.min())
+    assert same(found.params.values(), module.state_dict().values())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_warm_start_with_rows_that_judge():
+    module = network()
+    loader, judges = (DataLoader(TensorDataset(*rows(20, seed=s)), batch_size=9) for s in (5, 6))
+    with pytest.warns(RuntimeWarning, match="did not converge.*still improves"):
+        found = warm_start(module, batch_loss, loader, holdout=judges, max_epochs=3)
+    expected = float(batch_loss(module, judges.dataset.tensors).detach())
+    assert found.holdout_losses.min() == pytest.approx(expected)
+
+
+def test_a_warm_start_that_diverges():
+    module = network()
+    before = copy.deepcopy(list(module.parameters()))
+    loader = DataLoader(TensorDataset(*PUBLIC), batch_size=6)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        found = warm_start(module, lambda m, b: batch_loss(m, b) * float("nan"), loader, patience=2)
+    assert not found.converged
+    assert same(before, list(module.parameters()))
+
+
+def test_warm_starts_that_are_refused():
+    loader = DataLoader(TensorDataset(*PUBLIC), batch_size=6)
+    with pytest.raises(ValueError, match="before make_private"):
+        warm_start(private().module, batch_loss, loader)
+    frozen = network().requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen"):
+        warm_start(frozen, batch_loss, loader)
+    one = DataLoader(TensorDataset(*rows(1)), batch_size=6)
+    with pytest.raises(ValueError, match="at least 2 public rows"):
+        warm_start(network(), batch_loss, one)
