@@ -160,8 +160,8 @@ def test_large_explicit_gradients_are_announced(monkeypatch):
 
 def test_a_tied_weight_that_is_formed_by_choice_is_not_announced(monkeypatch):
     monkeypatch.setattr(ghost, "LARGE", 1)
-    loss = lambda w, tokens: jnp.sum(jnp.sin(w[tokens] @ w.T))  # noqa: E731
-    batch = jnp.zeros((2, 200), int)
+    loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w.T) @ w))  # noqa: E731
+    batch = jnp.zeros((2, 200, 4))
     (path,) = ghost.explain(loss, jnp.ones((9, 4)), batch)
     assert (path.path, path.reason[:18]) == ("explicit", "used several times")
     with warnings.catch_warnings():

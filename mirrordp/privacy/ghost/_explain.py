@@ -143,6 +143,8 @@ def _path(split: Split, leaf: int, name: str) -> ParameterPath:
         f"{1000 * gram.seconds:.3f} ms by Gram matrices of {task.positions} positions, "
         f"{1000 * formed.seconds:.3f} ms if formed"
     )
+    if leaf in plan.lookups:
+        why += "; its lookups are not"
     if leaf in plan.product:
         operations, numbers, cost = layers[0].operations(), math.prod(shape), formed
         return ParameterPath(

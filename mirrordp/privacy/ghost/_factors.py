@@ -43,7 +43,16 @@ from jax import lax
 from mirrordp.privacy import sums
 from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.clipping import scaled
-from mirrordp.privacy.ghost._sides import RUN, OneHot, Side, Vectors, inner, is_short, shortened
+from mirrordp.privacy.ghost._sides import (
+    RUN,
+    OneHot,
+    Side,
+    Vectors,
+    inner,
+    is_short,
+    shortened,
+    wide,
+)
 
 Array = jax.Array
 
@@ -52,6 +61,9 @@ DISTURBANCE = 2.0**-7
 
 SHORTENS = {"gpu": True}
 """The backends on which Gram matrices of shortened vectors are worth their margin."""
+
+LOOKUP_ROUNDOFF = 2.0**-21
+"""Bounds the rounding of c·v in float32, truncated or not, and of the clip factor c."""
 
 AT_A_TIME = {"cpu": 2**26, "gpu": 2**28}
 """The blocks of a sum are formed in groups of this many numbers (256 MiB, 1 GiB in float32)."""
@@ -160,6 +172,44 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
     underflow += grain * sum(map(_truncations, parts))
     norm, least = norm + roundoff.own * spread, roundoff.spread * spread
     return jnp.where(norm < least, least, norm) ** 2, underflow
+
+
+def with_lookups(
+    squared: Array, met: Array, part: Factors, *, exponent: int
+) -> tuple[Array, Array]:
+    """Returns a bound on ‖H_i + E_i‖², for E_i the gradient of lookups; and one on underflow, [B].
+
+    H_i is formed, and E_i = Σ_t e_t ⊗ R_t has few rows, so it is not:
+
+        ‖H + E‖² = ‖H‖² + 2 Σ_t ⟨H[k_t], R_t⟩ + Σ_{t,s: k_t = k_s} ⟨R_t, R_s⟩,    e_t one at k_t.
+
+    H and E may cancel, so that the rounding of c·H and of c·R, which are summed separately, is not
+    small against C by itself. It is bounded by `LOOKUP_ROUNDOFF`·(‖H‖ + Σ_t ‖R_t‖).
+
+    Args:
+        squared: ‖H_i‖², or a bound on it.
+        met: the rows H_i[k_t] in float64, [B, T, N].
+        part: the factors of the lookups.
+        exponent: log₂ of the grain.
+    """
+
+    def compute(squared, met, part):
+        cross = (met * wide(part.right.values[:, 0])).sum(axis=(1, 2))
+        own = (inner(part.left, part.left) * inner(part.right, part.right)).sum(axis=(1, 2, 3))
+        size = jnp.sqrt(squared) + _spread([part])
+        terms = part.right.positions * (part.right.positions + part.right.entries)
+        total = squared + 2 * cross + own + 8 * terms * 2.0**-53 * size**2
+        norm = jnp.sqrt(jnp.where(total < 0, 0.0, total)) + LOOKUP_ROUNDOFF * size
+        return norm**2, _underflow(part) + 2.0**exponent * _truncations(part)
+
+    return float64_call(compute, squared, met, part)
+
+
+def lookups_together(parts: Sequence[Factors]) -> Factors:
+    """Returns lookups in one table as one, with all their positions."""
+    ones = jnp.concatenate([part.left.ones for part in parts], axis=2)  # pyright: ignore
+    rows = jnp.concatenate([part.right.values for part in parts], axis=2)  # pyright: ignore
+    return Factors(OneHot(ones), Vectors(rows))
 
 
 def _norm(parts: Sequence[tuple[Factors, Array | float]], error: Array) -> Array:

@@ -77,7 +77,7 @@ def _need(split: Split, residuals: int) -> Need:
         if split.plan.results_probed(number):
             results = _bytes_of(layer.site.result_shapes())
             kept += results + _input_bytes(layer)
-            if not split.plan.by_gram(number):
+            if not split.plan.never_formed(number):
                 formed += _bytes_of(jax.tree.leaves(split.plan.gradient_shapes(number)))
         else:
             formed += _bytes_of(jax.tree.leaves(split.plan.gradient_shapes(number)))

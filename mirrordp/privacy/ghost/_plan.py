@@ -39,7 +39,8 @@ class Plan:
     Attributes:
         layers: the program's sites, each read as a layer.
         gram: the uses of leaves whose norms are found by Gram matrices.
-        product: the one use of leaves whose gradients are formed from factors.
+        product: the use of leaves whose gradients are formed at that place.
+        lookups: further uses of some of these leaves, by lookups, whose gradients are not formed.
         explicit: leaves whose per-example gradients are pulled back through the parameters' own
             computation.
         unused: leaves that no site depends on; their gradient is zero.
@@ -49,6 +50,7 @@ class Plan:
     layers: tuple[Layer, ...]
     gram: dict[int, tuple[Use, ...]]
     product: dict[int, Use]
+    lookups: dict[int, tuple[Use, ...]]
     explicit: tuple[int, ...]
     unused: tuple[int, ...]
     short: frozenset[int]
@@ -58,7 +60,7 @@ class Plan:
         """Chooses the path of every leaf of a program, for batches of this size on this machine."""
         machine = machine or _cost.machine()
         layers = tuple(map(layer_at, program.sites))
-        gram, product, explicit, unused = {}, {}, [], []
+        gram, product, lookups, explicit, unused = {}, {}, {}, [], []
         for leaf in range(program.num_leaves):
             numbers = [number for number, layer in enumerate(layers) if leaf in layer.site.leaves]
             found = [layer for layer in (layers[n] for n in numbers) if _has_factors(layer)]
@@ -74,6 +76,8 @@ class Plan:
                 gram[leaf] = uses
             elif len(uses) == 1:
                 product[leaf] = uses[0]
+            elif tied := _tied(uses):
+                product[leaf], lookups[leaf] = tied
             else:
                 explicit.append(leaf)
         short = frozenset(
@@ -81,15 +85,16 @@ class Plan:
             for number, layer in enumerate(layers)
             if isinstance(layer, OuterProducts) and task_of([layer], batch_size, machine).short
         )
-        return Plan(layers, gram, product, tuple(explicit), tuple(unused), short)
+        return Plan(layers, gram, product, lookups, tuple(explicit), tuple(unused), short)
 
     def results_probed(self, number: int) -> bool:
         """Returns whether a site needs the cotangent of its result, not of its PARAM operands."""
-        return self.by_gram(number) or self.layers[number].by_factors
+        return self.never_formed(number) or self.layers[number].by_factors
 
-    def by_gram(self, number: int) -> bool:
-        """Returns whether a site's parameter has Gram matrices."""
-        return any(use.number == number for uses in self.gram.values() for use in uses)
+    def never_formed(self, number: int) -> bool:
+        """Returns whether a site's gradients are not formed."""
+        without = (*self.gram.values(), *self.lookups.values())
+        return any(use.number == number for uses in without for use in uses)
 
     def is_short(self, leaf: int) -> bool:
         """Returns whether all formed gradients that make up a leaf's are short."""
@@ -178,6 +183,19 @@ def sum_roundoff(layers: Sequence[OuterProducts], batch_size: int) -> _factors.R
     if not wide and backend != "cpu" and shortens:
         shortened = (1 + 2.0 ** -(8 if backend == "tpu" else 11)) ** 2 - 1
     return _factors.roundoff(positions, batch_size, unit, shortened)
+
+
+def _tied(uses: Sequence[Use]) -> tuple[Use, tuple[Use, ...]] | None:
+    """Parts the uses of a table into one product and lookups; None if they are others."""
+    products = [use for use in uses if not use.layer.one_hot]
+    lookups = tuple(use for use in uses if use.layer.one_hot)
+    views = [use.layer.site.views[0] for use in uses]
+    # Rows must be found in the product's own layout.
+    found = all(view and view.axes and sorted(view.axes) == [0, 1] for view in views)  # pyright: ignore
+    plain = all(use.layer.site.views[0].axes == (0, 1) for use in lookups)  # pyright: ignore
+    if len(products) != 1 or not lookups or not found or not plain:
+        return None
+    return products[0], lookups
 
 
 def _may_be_short(layer: OuterProducts) -> bool:

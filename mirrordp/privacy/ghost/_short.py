@@ -46,6 +46,14 @@ class Short(NamedTuple):
         return found
 
 
+def wide(array: Array | Short) -> Array:
+    """Returns an array in float64; to be called where 64-bit types are on."""
+    if not isinstance(array, Short):
+        return lax.convert_element_type(array, jnp.float64)
+    values = lax.convert_element_type(_read(array.values), jnp.float64)
+    return values * _over_rest(_wide_power_of_two(array.exponent), values)
+
+
 def product(part: Factors) -> Short:
     """Returns G_i = Σ_t L_t ⊗ R_t of shortened inputs, [B, G, K, N], with an exponent for each i.
 

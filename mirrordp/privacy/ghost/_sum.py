@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from mirrordp.privacy import clipping, sums
+from mirrordp.privacy._float64 import float64_call
 from mirrordp.privacy.clipping import ClipStats, Summed, with_key
 from mirrordp.privacy.ghost import _factors, _short, _tracing
+from mirrordp.privacy.ghost._factors import Factors
 from mirrordp.privacy.ghost._layers import OuterProducts
-from mirrordp.privacy.ghost._plan import Plan, sum_roundoff
+from mirrordp.privacy.ghost._plan import Plan, Use, sum_roundoff
 from mirrordp.privacy.ghost._short import Short
+from mirrordp.privacy.ghost._sides import OneHot
 from mirrordp.privacy.ghost._tracing import Probes, Program
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import LossFn, Params, PyTree
@@ -127,8 +130,18 @@ def clipped_sum(
     # The norm is that of the very numbers that are summed: nothing is computed twice.
     products, explicit = lax.optimization_barrier((products, explicit))
 
-    norms_squared = [_squared_norm(g) for g in (*products.values(), *explicit)]
-    taken = []
+    looked_up = {
+        leaf: _factors.lookups_together([parts[use.number] for use in uses])
+        for leaf, uses in plan.lookups.items()
+    }
+    norms_squared, taken = [_squared_norm(gradient) for gradient in explicit], []
+    for leaf, gradient in products.items():
+        squared = _squared_norm(gradient)
+        if (part := looked_up.get(leaf)) is not None:
+            met = _rows_met(plan.product[leaf], gradient, part)
+            squared, underflow = _factors.with_lookups(squared, met, part, exponent=exponent)
+            taken.append(underflow)
+        norms_squared.append(squared)
     roundoffs = {
         leaf: sum_roundoff([use.layer for use in uses], batch_size)
         for leaf, uses in plan.gram.items()
@@ -162,6 +175,10 @@ def clipped_sum(
         halves, factors = lax.optimization_barrier((halves, factors))
         use = plan.product.get(leaf)
         found[leaf] = halves if use is None else _in_leaf_layout(split, use.layer, halves)
+        if (part := looked_up.get(leaf)) is not None:
+            count = split.leaves[leaf].shape[0]
+            high, low = _factors.scattered_sum(part, factors, rows=count, exponent=exponent)
+            found[leaf] = sums.added(found[leaf], (high[0], low[0]))
     return summed(losses, norms)
 
 
@@ -239,6 +256,25 @@ def _explicit_gradients(
         _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
         for leaf, gradient in zip(plan.explicit, found, strict=True)
     ]
+
+
+def _rows_met(use: Use, gradient: jax.Array | Short, part: Factors) -> jax.Array:
+    """Returns the rows of a table's formed gradients that lookups refer to, float64, [B, T, N]."""
+    view = use.layer.site.views[0]
+    assert view is not None
+    assert view.axes is not None
+    place = view.axes.index(0)
+
+    def rows(ones: jax.Array, gradient: jax.Array | Short) -> jax.Array:
+        index = jnp.maximum(ones[0], 0)
+        if isinstance(gradient, Short):
+            gradient = gradient._replace(values=jnp.take(gradient.values, index, axis=place))
+        else:
+            gradient = jnp.take(gradient, index, axis=place)
+        return jnp.moveaxis(_short.wide(gradient), place, 0)
+
+    assert isinstance(part.left, OneHot)
+    return float64_call(jax.vmap(rows), part.left.ones, gradient)
 
 
 def _floats(gradient: jax.Array | Short) -> jax.Array:
