@@ -188,7 +188,7 @@ def with_lookups(
 
     Args:
         squared: ‖H_i‖², or a bound on it.
-        met: the rows H_i[k_t] in float64, [B, T, N].
+        met: the rows H_i[k_t], [B, T, N].
         part: the factors of the lookups.
         exponent: log₂ of the grain.
     """
@@ -198,7 +198,8 @@ def with_lookups(
         own = (inner(part.left, part.left) * inner(part.right, part.right)).sum(axis=(1, 2, 3))
         size = jnp.sqrt(squared) + _spread([part])
         terms = part.right.positions * (part.right.positions + part.right.entries)
-        total = squared + 2 * cross + own + 8 * terms * 2.0**-53 * size**2
+        roundoff = 8 * terms * float(jnp.finfo(wide_dtype()).eps)
+        total = squared + 2 * cross + own + roundoff * size**2
         norm = jnp.sqrt(jnp.where(total < 0, 0.0, total)) + LOOKUP_ROUNDOFF * size
         return norm**2, _underflow(part) + 2.0**exponent * _truncations(part)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mirrordp.privacy._float64 import float64_call
+from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.ghost._factors import Factors
 from mirrordp.privacy.ghost._sides import OneHot, Patches, Vectors, power_of_two
 
@@ -47,9 +47,9 @@ class Short(NamedTuple):
 
 
 def wide(array: Array | Short) -> Array:
-    """Returns an array in float64; to be called where 64-bit types are on."""
+    """Returns an array in float64 if there is one; to be called where 64-bit types are on."""
     if not isinstance(array, Short):
-        return lax.convert_element_type(array, jnp.float64)
+        return lax.convert_element_type(array, wide_dtype())
     values = lax.convert_element_type(_read(array.values), jnp.float64)
     return values * _over_rest(_wide_power_of_two(array.exponent), values)
 
