@@ -62,9 +62,6 @@ DISTURBANCE = 2.0**-7
 SHORTENS = {"gpu": True}
 """The backends on which Gram matrices of shortened vectors are worth their margin."""
 
-LOOKUP_ROUNDOFF = 2.0**-21
-"""Bounds the rounding of c·v in float32, truncated or not, and of the clip factor c."""
-
 AT_A_TIME = {"cpu": 2**26, "gpu": 2**28}
 """The blocks of a sum are formed in groups of this many numbers (256 MiB, 1 GiB in float32)."""
 
@@ -175,7 +172,7 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
 
 
 def with_lookups(
-    squared: Array, met: Array, part: Factors, *, exponent: int
+    squared: Array, met: Array, part: Factors, *, unit: float, exponent: int
 ) -> tuple[Array, Array]:
     """Returns a bound on ‖H_i + E_i‖², for E_i the gradient of lookups; and one on underflow, [B].
 
@@ -184,12 +181,13 @@ def with_lookups(
         ‖H + E‖² = ‖H‖² + 2 Σ_t ⟨H[k_t], R_t⟩ + Σ_{t,s: k_t = k_s} ⟨R_t, R_s⟩,    e_t one at k_t.
 
     H and E may cancel, so that the rounding of c·H and of c·R, which are summed separately, is not
-    small against C by itself. It is bounded by `LOOKUP_ROUNDOFF`·(‖H‖ + Σ_t ‖R_t‖).
+    small against C by itself. It is bounded by 8 u (‖H‖ + Σ_t ‖R_t‖).
 
     Args:
         squared: ‖H_i‖², or a bound on it.
         met: the rows H_i[k_t], [B, T, N].
         part: the factors of the lookups.
+        unit: u, the unit roundoff of c·H and c·R.
         exponent: log₂ of the grain.
     """
 
@@ -200,7 +198,7 @@ def with_lookups(
         terms = part.right.positions * (part.right.positions + part.right.entries)
         roundoff = 8 * terms * float(jnp.finfo(wide_dtype()).eps)
         total = squared + 2 * cross + own + roundoff * size**2
-        norm = jnp.sqrt(jnp.where(total < 0, 0.0, total)) + LOOKUP_ROUNDOFF * size
+        norm = jnp.sqrt(jnp.where(total < 0, 0.0, total)) + 8 * unit * size
         return norm**2, _underflow(part) + 2.0**exponent * _truncations(part)
 
     return float64_call(compute, squared, met, part)

@@ -139,7 +139,9 @@ def clipped_sum(
         squared = _squared_norm(gradient)
         if (part := looked_up.get(leaf)) is not None:
             met = _rows_met(plan.product[leaf], gradient, part)
-            squared, underflow = _factors.with_lookups(squared, met, part, exponent=exponent)
+            squared, underflow = _factors.with_lookups(
+                squared, met, part, unit=_unit(gradient, part), exponent=exponent
+            )
             taken.append(underflow)
         norms_squared.append(squared)
     roundoffs = {
@@ -256,6 +258,12 @@ def _explicit_gradients(
         _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
         for leaf, gradient in zip(plan.explicit, found, strict=True)
     ]
+
+
+def _unit(gradient: jax.Array | Short, part: Factors) -> float:
+    """Returns the unit roundoff in which a formed gradient, or lookups, are scaled."""
+    arrays = [gradient.exponent if isinstance(gradient, Short) else gradient, part.right.values]  # pyright: ignore
+    return max(float(jnp.finfo(sums.float32_or_wider(array)).eps) / 2 for array in arrays)
 
 
 def _rows_met(use: Use, gradient: jax.Array | Short, part: Factors) -> jax.Array:
