@@ -362,6 +362,19 @@ def test_every_schedule_is_followed(alpha, num_steps):
     assert made.optimizer.charged_steps == 3
 
 
+def in_parts(made, size):
+    """Trains for one pass with batches in parts of this size; yields after each part."""
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=size, optimizer=made.optimizer
+    )
+    with manager as loader:
+        for batch in loader:
+            backward(made, batch)
+            made.optimizer.public_step(lambda: public_loss(made))
+            made.optimizer.step()
+            yield
+
+
 # Steps that read no private data.
 
 
@@ -372,14 +385,8 @@ def test_alpha_zero_reads_nothing_private(mode, split, noises):
         made = mixed(mode, alpha=0.0, data=data)
         if not split:
             return made, train(made)
-        manager = BatchMemoryManager(
-            data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer
-        )
-        with manager as loader:
-            for batch in loader:
-                backward(made, batch)
-                made.optimizer.public_step(lambda: public_loss(made))
-                made.optimizer.step()
+        for _ in in_parts(made, 4):
+            pass
         return made, params(made)
 
     torch.manual_seed(1)
@@ -733,17 +740,10 @@ def test_noise_is_charged_relative_to_the_clip_norm_that_was_used():
     assert last_sigma(layers) == pytest.approx(SIGMA / 2)
     # A scheduler that steps between the parts of a batch.
     made = mixed()
-    manager = BatchMemoryManager(
-        data_loader=made.loader, max_physical_batch_size=2, optimizer=made.optimizer
-    )
-    with manager as loader:
-        for batch in loader:
-            backward(made, batch)
-            made.optimizer.public_step(lambda: public_loss(made))
-            made.optimizer.step()
-            if made.optimizer.charged_steps:
-                break
-            made.optimizer.max_grad_norm = CLIP / 4
+    for _ in in_parts(made, 2):
+        if made.optimizer.charged_steps:
+            break
+        made.optimizer.max_grad_norm = CLIP / 4
     assert last_sigma(made) == pytest.approx(SIGMA / 4)
 
 

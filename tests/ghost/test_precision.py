@@ -358,3 +358,31 @@ def test_clip_norms_near_the_ends_of_floating_point_are_refused(module):
     for clip in (1e-154, 1e-31, 1e31):
         with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
             module.clipped_grad(bilinear, l2_clip_norm=clip)
+
+
+@pytest.mark.parametrize("kind", ["dense", "convolution", "lookup"])
+def test_norms_and_sums_read_what_was_computed_once(kind):
+    """Whatever waits for the clip factors passes a barrier, so that no reader computes it again."""
+
+    def loss(weight, example):
+        x, y = example
+        if kind == "dense":
+            return jnp.sum((x @ weight) * (x[:, :3] * y))
+        if kind == "lookup":
+            return jnp.sum(weight[x[:, 0].astype(int)] * (x[:, :3] * y))
+        numbers = ("NWC", "WIO", "NWC")
+        out = jax.lax.conv_general_dilated(x[None], weight, (1,), "SAME", dimension_numbers=numbers)
+        return jnp.sum(out[0] * (x[:, :3] * y))
+
+    weight = jnp.ones((2, 4, 3) if kind == "convolution" else (4, 3))
+    example = (jnp.ones((6, 5, 4)), jnp.ones((6, 5, 3)))
+    run = ghost.clipped_grad(loss, l2_clip_norm=1.0)
+    traced = jax.make_jaxpr(lambda e: run(weight, e, jnp.zeros(6, bool)))(example)
+    kept = {
+        var.aval.size
+        for eqn in equations(traced)
+        if eqn.primitive.name == "optimization_barrier"
+        for var in eqn.invars
+    }
+    inputs = 6 * 5 * (1 if kind == "lookup" else 4)
+    assert {inputs, 6 * 5 * 3} <= kept

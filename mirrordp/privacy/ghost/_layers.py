@@ -312,9 +312,6 @@ class Convolution(OuterProducts):
 
     def factors_of(self, operand: Array, cotangent: Array) -> Factors:
         params = self.site.params
-        # Without the barrier the compiler makes patches of the images as soon as these exist, in
-        # the forward pass, and keeps those of all layers until the cotangents are known.
-        operand, cotangent = lax.optimization_barrier((operand, cotangent))
         lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
         groups = self.num_groups
         batch, first = operand.shape[0], 1 + len(self.site.loops)

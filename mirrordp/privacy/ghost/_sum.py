@@ -110,7 +110,7 @@ def clipped_sum(
         return summed(jnp.zeros(0), jnp.zeros(0))
     losses, captured, probed = _backward(split, rows, batch_size)
     parts = {
-        n: layer.factors(captured[n], probed[n].results[0])
+        n: layer.factors(*_computed_once(captured[n], probed[n].results[0]))
         for n, layer in enumerate(plan.layers)
         if isinstance(layer, OuterProducts) and probed[n].results
     }
@@ -213,6 +213,16 @@ def probes_of(split: Split) -> list[Probes]:
         else Probes(operands=zeros(split.plan.gradient_shapes(number)))
         for number, site in enumerate(split.program.sites)
     ]
+
+
+def _computed_once(captured: Sequence[jax.Array], cotangent: jax.Array):
+    """Keeps the compiler from computing a layer's input or cotangent again for each reader.
+
+    Computed again, in another program, a difference of large numbers may be rounded differently,
+    and then the norm would be that of other numbers than those that are summed. For convolutions,
+    patches would also be made in the forward pass, and be kept until the cotangents are known.
+    """
+    return lax.optimization_barrier((captured, cotangent))
 
 
 def _squared_norm(gradient: jax.Array | Short) -> jax.Array:
