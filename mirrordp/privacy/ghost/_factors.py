@@ -172,7 +172,7 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
 
 
 def with_lookups(
-    squared: Array, met: Array, part: Factors, *, unit: float, exponent: int
+    squared: Array, met: Array, part: Factors, *, unit: float, entries: int, exponent: int
 ) -> tuple[Array, Array]:
     """Returns a bound on ‖H_i + E_i‖², for E_i the gradient of lookups; and one on underflow, [B].
 
@@ -188,6 +188,7 @@ def with_lookups(
         met: the rows H_i[k_t], [B, T, N].
         part: the factors of the lookups.
         unit: u, the unit roundoff of c·H and c·R.
+        entries: the number of entries of the table.
         exponent: log₂ of the grain.
     """
 
@@ -199,7 +200,9 @@ def with_lookups(
         roundoff = 8 * terms * float(jnp.finfo(wide_dtype()).eps)
         total = squared + 2 * cross + own + roundoff * size**2
         norm = jnp.sqrt(jnp.where(total < 0, 0.0, total)) + 8 * unit * size
-        return norm**2, _underflow(part) + 2.0**exponent * _truncations(part)
+        # Where c·H underflows, it no longer cancels what c·R has there.
+        underflow = _underflow(part) + _smallest(part.right.values) * math.sqrt(entries)
+        return norm**2, underflow + 2.0**exponent * _truncations(part)
 
     return float64_call(compute, squared, met, part)
 
@@ -278,8 +281,13 @@ def _underflow(part: Factors) -> Array:
     left, right = (math.sqrt(side.entries) for side in part)
     inputs = right * part.left.lengths() + left * part.right.lengths() + left * right
     vectors = next(side for side in reversed(part) if isinstance(side, Vectors))
-    smallest = float(jnp.finfo(jnp.promote_types(vectors.values.dtype, jnp.float32)).tiny)
-    return max(smallest, 2.0**-510) * inputs.sum(axis=(1, 2))
+    return _smallest(vectors.values) * inputs.sum(axis=(1, 2))
+
+
+def _smallest(values: Array) -> float:
+    """Returns ε; see `_underflow`."""
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    return max(float(jnp.finfo(dtype).tiny), 2.0**-510)
 
 
 def _truncations(part: Factors) -> float:

@@ -140,7 +140,12 @@ def clipped_sum(
         if (part := looked_up.get(leaf)) is not None:
             met = _rows_met(plan.product[leaf], gradient, part)
             squared, underflow = _factors.with_lookups(
-                squared, met, part, unit=_unit(gradient, part), exponent=exponent
+                squared,
+                met,
+                part,
+                unit=_unit(gradient, part),
+                entries=split.leaves[leaf].size,
+                exponent=exponent,
             )
             taken.append(underflow)
         norms_squared.append(squared)
