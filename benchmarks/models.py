@@ -153,6 +153,8 @@ def cell(line: Line, method: str) -> str:
     found = line.get("methods", {}).get(method)
     if found is None:
         return "-"
+    if "RESOURCE_EXHAUSTED" in found.get("failed", ""):
+        return "out of memory"
     if "failed" in found:
         return "failed: " + found["failed"].replace("|", "/")
     if method in (NOT_PRIVATE, PYTORCH):
@@ -211,6 +213,7 @@ def figure(lines: Sequence[Line], path: Path) -> None:
     lines = [line for line in latest(lines) if "methods" in line]
     private = [m for m in methods_of(lines) if m not in (NOT_PRIVATE, PYTORCH)]
     methods = [m for m in private if any(ratio(line, m, "ms") for line in lines)]
+    lines = [line for line in lines if any(ratio(line, m, "ms") for m in methods)]
     height = 0.8 / max(1, len(methods))
     drawn = Figure(figsize=(11, 1.5 + 0.35 * len(lines)), layout="constrained")
     for axes, quantity, title in zip(

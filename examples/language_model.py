@@ -46,7 +46,7 @@ SIZES = {
     },
     "gpt2": {
         **{"layers": 12, "width": 768, "heads": 12, "positions": 256, "words": 50_000},
-        **{"public_steps": 2_500, "public_batch": 64, "public_rate": 6e-4},
+        **{"public_steps": 1_600, "public_batch": 64, "public_rate": 6e-4},
         **{"private_steps": 40, "private_batch": 768, "private_rate": 1e-3, "microbatch": 64},
     },
 }

@@ -27,7 +27,7 @@ from mirrordp._warn import warn
 from mirrordp.privacy._jaxprs import jaxprs_in
 from mirrordp.privacy.ghost._sum import Split, probes_of
 
-SHARE = 0.85
+SHARE = 0.75
 """The share of a device's memory that a step may take by this account."""
 
 
