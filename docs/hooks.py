@@ -27,6 +27,7 @@ REFERENCE = (
     "updates",
     "spending",
     "training",
+    "tuning",
     "linear",
     "tables",
     "report",

@@ -20,6 +20,7 @@ COMMANDS = {
     "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
     "models": ("experiments.table_models", "real tables: linear models, trees, networks and peers"),
+    "tuning": ("experiments.tuned", "real tables: settings by hand, free, paid, or none"),
     "shift": ("experiments.shift", "real tables whose public rows are no random sample"),
 }
 

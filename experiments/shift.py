@@ -265,9 +265,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.append(path, shared | {"delta": DELTA} | line | {"provenance": provenance})
         print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)
     text = table_of(records.read(path))
-    (arguments.out / "table.md").write_text(text, encoding="utf-8")
-    print(text)
-    if arguments.readme is not None:
-        whole = sections.replaced(arguments.readme.read_text(encoding="utf-8"), "shift", text)
-        arguments.readme.write_text(whole, encoding="utf-8")
+    sections.publish(text, "shift", arguments.out, arguments.readme)
     return 0

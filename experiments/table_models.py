@@ -243,12 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table = table or TABLES[name][2](arguments.data_root / "tabular")
             _run(path, table, name, seed, missing, arguments.peer_python, provenance)
     text = table_of(records.read(path))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "table.md").write_text(text, encoding="utf-8")
-    print(text)
-    if arguments.readme is not None:
-        whole = sections.replaced(arguments.readme.read_text(encoding="utf-8"), "models", text)
-        arguments.readme.write_text(whole, encoding="utf-8")
+    sections.publish(text, "models", arguments.out, arguments.readme)
     return 0
 
 

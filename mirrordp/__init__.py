@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from mirrordp.training.progress import with_progress as with_progress
     from mirrordp.training.sweep import train_sweep as train_sweep
+    from mirrordp.tuning.search import tune as tune
     from mirrordp.updates import schedules as schedules
     from mirrordp.updates.averages import (
         ExponentialAverage as ExponentialAverage,

@@ -13,7 +13,6 @@ Half of the kills come from outside after a random time, half from within a rand
 The process that kills imports everything and then forks, so that a victim costs a second or two.
 """
 
-import argparse
 import contextlib
 import csv
 import hashlib
@@ -24,7 +23,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -43,6 +41,7 @@ from mirrordp.tables import fitting as tabular
 from mirrordp.training import engine
 from mirrordp.training.checkpoint import checkpoint_files
 from tests import tools
+from tests.soak import run_soak
 
 # What they do to a file decides where a crash can hit.
 OPERATIONS = ("write", "fsync", "replace", "unlink", "truncate", "ftruncate")
@@ -421,18 +420,5 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, int]:
     return happened
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=None, help="of the moments; default: random")
-    arguments = parser.parse_args()
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
-    began = time.monotonic()
-    print(f"seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory() as root:
-        happened = soak(arguments.kills, seed, Path(root))
-    print(json.dumps(happened | {"seconds": round(time.monotonic() - began)}))
-
-
 if __name__ == "__main__":
-    main()
+    run_soak(soak, __doc__.splitlines()[0], kills=50)

@@ -294,6 +294,11 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"version of jax \(.* then, 0.0.1 now\)"):
             run(folder, resume=True)
 
+    def test_a_run_of_a_version_that_drew_other_batches(self, folder, monkeypatch):
+        monkeypatch.setattr("mirrordp.training.checkpoint.DRAWS", "a permutation first")
+        with pytest.raises(CheckpointError, match="differs in: way of drawing batches"):
+            run(folder, resume=True)
+
     def test_another_way_to_draw_from_a_key(self, tmp_path):
         """Steps that were shown and not kept would be shown again with other noise, for nothing."""
         interrupted(tmp_path / "run", 1, every=2)

@@ -124,6 +124,39 @@ class TestCells:
         assert len(model.terms) == 9
         assert (3, 17) in pairs
 
+    def test_gains_are_those_of_each_term_by_itself(self, monkeypatch):
+        monkeypatch.setattr(cells, "_LARGEST_BLOCK", 100)  # several blocks of rows
+        rng = np.random.default_rng(0)
+        x = np.column_stack([np.eye(4)[rng.integers(4, size=90)], rng.normal(size=(90, 3))])
+        residuals = rng.normal(size=(90, 2)) + x[:, :1]
+        model = cells.without_values(
+            np.zeros((2, 7)),
+            np.zeros(2),
+            x,
+            residuals,
+            groups=[(0, 1, 2, 3)],
+            largest=1e6,
+            most=99,
+        )
+
+        def gain(where):
+            found = 0.0
+            for cell in set(where.tolist()):
+                some = residuals[where == cell]
+                found += np.sum(some.sum(axis=0) ** 2) / len(some) - residuals.var(axis=0).sum()
+            return found
+
+        bins = model.bins(x)
+        expected = [gain(model.cells(bins, term)) for term in model.terms]
+        assert len(expected) == 10
+        np.testing.assert_allclose(
+            cells._gains(model, model.terms, x, residuals), expected, rtol=1e-9
+        )
+        shuffled = model.terms[::-1]
+        np.testing.assert_allclose(
+            cells._gains(model, shuffled, x, residuals), expected[::-1], rtol=1e-9
+        )
+
     def test_noise_makes_cells_coarse(self):
         x = np.random.default_rng(0).normal(size=(400, 2))
         few, many = (
@@ -500,6 +533,27 @@ class TestAuto:
         model = PrivateAutoRegressor(0.05, DELTA, random_state=0).fit(x, y, xp, yp)
         assert model.model_ == "linear"
         assert model.predict(x).shape == (700,)
+
+    @pytest.mark.parametrize(("wrong", "folds"), [(0.0, 4), (5.0, 1)])
+    def test_a_network_far_behind_is_given_up(self, monkeypatch, wrong, folds):
+        # A network that is the truth, or far from it; only the latter is not tried again.
+        starts = []
+
+        class Start:
+            @classmethod
+            def of(cls, family, rows):
+                starts.append(len(rows))
+                found = cls()
+                found.network = lambda x: x[:, :1] * x[:, 1:2] + wrong
+                return found
+
+        monkeypatch.setattr(nonlinear._network, "Start", Start)
+        x = np.random.default_rng(0).normal(size=(600, 3))
+        rows = Rows(x, (x[:, 0] * x[:, 1] > 0)[:, None].astype(float))
+        found = nonlinear.rehearse(LOGISTIC, rows, None, num_private=10_000, one_step_noise=500.0)
+        assert starts == [450] * folds
+        assert (found.chosen == "network") == (wrong == 0)
+        assert found.losses["network"] > 0
 
     def test_few_public_rows_are_linear(self, tables):
         (xp, yp), (x, y), _ = tables

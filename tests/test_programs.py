@@ -227,7 +227,7 @@ def described(kinds=slice(None), *, has_public=False, **options):
 
 def described_loss(name, loss):
     step, _ = steps(tools.squared_distance)
-    return engine._described_loss(name, step, loss, THETA, PRIVATE)
+    return engine.described_loss(name, step, loss, THETA, PRIVATE)
 
 
 CENTRAL = slice(1)

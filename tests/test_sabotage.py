@@ -178,7 +178,7 @@ def replay_users(step_kind=FederatedStep, columns=3, replayed=None, **options):
     )  # fmt: skip
     params = {"w": jnp.full(columns, 0.1), "b": jnp.zeros([])}
     return auditing.neighbour_replay(
-        federated_step, params, users(columns=columns), num_pairs=80, **(replayed or {})
+        federated_step, params, users(columns=columns), **({"num_pairs": 80} | (replayed or {}))
     )
 
 
@@ -303,7 +303,7 @@ class LongestUser(FederatedStep):
 
 
 def test_replay_finds_users_who_notice_the_length_of_others():
-    assert replay_users(LongestUser).exceeded(0.5)
+    assert replay_users(LongestUser, replayed={"num_pairs": 160}).exceeded(0.5)
 
 
 def test_replay_wants_users_for_a_federated_step():
@@ -422,7 +422,7 @@ def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
     with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="differs in: loss_fn"):
         resumed_with(tmp_path / "refused", 1.0, -1.0)
     # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
-    monkeypatch.setattr(engine, "_described_loss", lambda *_: "")
+    monkeypatch.setattr(engine, "described_loss", lambda *_: "")
     released = resumed_with(tmp_path / "broken", 1.0, -1.0)
     assert auditing.repeated_noise(released, tools.mechanism().noise_stddev) == [(0, 1)]
 

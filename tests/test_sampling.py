@@ -15,6 +15,7 @@ from mirrordp.privacy import (
     UnsupportedError,
     sampling,
 )
+from mirrordp.privacy.secure import SecureRandom
 from tests import statistical
 from tests.contracts.sampler import SamplerContract, participation
 
@@ -42,7 +43,7 @@ class TestSamplers(SamplerContract):
 
 
 class PoissonStatistics:
-    """Four statistics of a participation table that together characterise Poisson sampling.
+    """Statistics of a participation table that together characterise Poisson sampling.
 
     Each has a false-alarm rate of 1e-6 (see `tests.statistical`).
     """
@@ -73,9 +74,28 @@ class PoissonStatistics:
         again = self.table[0::2] & self.table[1::2]
         return statistical.accepts_frequency(int(again.sum()), again.size, self.q**2)
 
+    def ends(self) -> bool:
+        """The first and the last record take part Bin(T, q) times each."""
+        return all(
+            statistical.accepts_frequency(int(self.table[:, end].sum()), self.steps, self.q)
+            for end in (0, -1)
+        )
+
+    def sizes_and_halves(self) -> bool:
+        """Records of the first half are Bin(n/2, q), whatever those of the second half are."""
+        half = self.rows // 2
+        first, second = self.table[:, :half].sum(axis=1), self.table[:, half:].sum(axis=1)
+        return (
+            statistical.accepts_equal_frequencies(first, half, self.q)
+            and statistical.accepts_equal_frequencies(second, self.rows - half, self.q)
+            and statistical.accepts_uncorrelated(first, second)
+        )
+
     def all(self) -> bool:
         return (
-            self.frequency()
+            self.ends()
+            and self.sizes_and_halves()
+            and self.frequency()
             and self.equal_frequencies()
             and self.batch_sizes()
             and self.pairs()
@@ -160,6 +180,104 @@ class TestPoisson:
         assert sampler.capacity == sampling.default_capacity(100) == 136
         assert sampler.num_examples is None
         assert participation(sampler, 7, 3).shape == (3, 7)
+
+
+class TestPoissonSample:
+    """The number first, then the records: by Floyd, by a partial shuffle, and by secure words."""
+
+    # NumPy shuffles above 10,000 records and a fiftieth of them; secure words below a quarter.
+    CASES = ((200, 0.1, 2000), (30, 0.45, 3000), (10_002, 0.03, 150), (10_002, 0.001, 1500))
+    RANDOM = (np.random.default_rng, lambda seed: SecureRandom())
+
+    def table(self, draw, rows, steps) -> np.ndarray:
+        table = np.zeros((steps, rows), bool)
+        for row in table:
+            chosen = draw()
+            assert len(np.unique(chosen)) == len(chosen)
+            row[chosen] = True
+        return table
+
+    @pytest.mark.parametrize("rng", RANDOM, ids=["generator", "secure"])
+    @pytest.mark.parametrize(("rows", "q", "steps"), CASES)
+    def test_is_poisson(self, rng, rows, q, steps):
+        rng = rng(7)
+        table = self.table(lambda: sampling.poisson_sample(q, rows, rng), rows, steps)
+        assert PoissonStatistics(table, q).all()
+
+    @pytest.mark.parametrize(
+        ("broken", "caught_by"),
+        [
+            (lambda n, q, rng: rng.choice(n, round(n * q), replace=False), "batch_sizes"),
+            (lambda n, q, rng: rng.choice(n - 1, rng.binomial(n, q), replace=False), "ends"),
+            (lambda n, q, rng: 1 + rng.choice(n - 1, rng.binomial(n, q), replace=False), "ends"),
+            (lambda n, q, rng: rng.choice(n, rng.poisson(n * q), replace=False), "batch_sizes"),
+            # With replacement: duplicates are lost.
+            (lambda n, q, rng: np.unique(rng.integers(n, size=rng.binomial(n, q))), "frequency"),
+            # Geometric gaps that begin one place late.
+            (lambda n, q, rng: _gaps(n, q, rng, late=1), "ends"),
+            # A set of neighbours.
+            (lambda n, q, rng: (rng.integers(n) + np.arange(rng.binomial(n, q))) % n, "pairs"),
+            # As many of each half.
+            (lambda n, q, rng: _halves(n, rng.binomial(n, q), rng), "sizes_and_halves"),
+        ],
+        ids=["fixed size", "no last", "no first", "Poisson", "replaced", "late", "run", "halves"],
+    )
+    def test_broken_ones_are_rejected(self, broken, caught_by):
+        rng = np.random.default_rng(3)
+        table = np.zeros((3000, 30), bool)
+        for row in table:
+            row[broken(30, 0.3, rng)] = True
+        statistics = PoissonStatistics(table, 0.3)
+        assert not getattr(statistics, caught_by)()
+        assert not statistics.all()
+
+    def test_gaps_that_begin_in_time_are_accepted(self):
+        """So that the tests above reject the mistake and not the method."""
+        rng = np.random.default_rng(3)
+        table = self.table(lambda: _gaps(30, 0.3, rng, late=0), 30, 3000)
+        assert PoissonStatistics(table, 0.3).all()
+
+    @pytest.mark.parametrize("rng", RANDOM, ids=["generator", "secure"])
+    def test_time_follows_the_batch_and_not_the_table(self, rng):
+        """A permutation of two billion records would take minutes and 16 GB."""
+        found = sampling.poisson_sample(1e-7, 2 * 10**9, rng(0))
+        assert statistical.accepts_frequency(len(found), 2 * 10**9, 1e-7)
+        assert len(set(found.tolist())) == len(found)
+        assert found.max() > 10**9
+
+    @pytest.mark.parametrize("q", [2.0**-64, 1e-30, 1.0, 0.5, 0.75])
+    def test_secure_coins_of_any_probability(self, q):
+        counts = [len(SecureRandom().poisson_sample(q, 101)) for _ in range(300)]
+        assert statistical.accepts_frequency(sum(counts), 101 * 300, q)
+
+    @pytest.mark.parametrize(("size", "count"), [(3, 5), (3, 40), (0, 7), (7, 7)])
+    def test_secure_subsets_are_uniform_and_in_random_order(self, size, count):
+        draws = np.stack([SecureRandom().subset(size, count) for _ in range(2000)])
+        assert draws.shape == (2000, size)
+        for place in draws.T:
+            # Each place of the order is uniform by itself; a sorted subset is not.
+            counts = np.bincount(place, minlength=count)
+            assert all(statistical.accepts_frequency(c, 2000, 1 / count) for c in counts)
+
+    def test_secure_numbers_below_a_bound_are_uniform(self):
+        """Words have 8 parts of 2⁶¹ numbers; remainders alone would favour two parts of three."""
+        found = SecureRandom().below(3 * 2**61, 10_000)
+        assert found.min() >= 0
+        assert statistical.accepts_frequency(int((found < 2**61).sum()), 10_000, 1 / 3)
+        naive = SecureRandom().words(10_000) % np.uint64(3 * 2**61)
+        assert not statistical.accepts_frequency(int((naive < 2**61).sum()), 10_000, 1 / 3)
+
+
+def _gaps(n: int, q: float, rng: np.random.Generator, late: int) -> np.ndarray:
+    """Successes of n coins by the gaps between them."""
+    places = np.cumsum(rng.geometric(q, size=4 * n)) - 1 + late
+    return places[places < n]
+
+
+def _halves(n: int, size: int, rng: np.random.Generator) -> np.ndarray:
+    half = n // 2
+    first = rng.choice(half, min(half, size // 2), replace=False)
+    return np.append(first, half + rng.choice(n - half, size - len(first), replace=False))
 
 
 class TestCyclicPoisson:

@@ -1,10 +1,49 @@
-"""Images for the example: CIFAR-10, or random ones of its shape."""
+"""Images and settings for the example: CIFAR-10 as in the paper, or random images of its shape."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
+
+
+class Rows(TensorDataset):
+    """Rows in the device's memory that are read a batch at a time, which is faster than singly.
+
+    Loaders need `collate_fn=tuple`, since nothing is left to collate.
+    """
+
+    def __init__(self, *tensors):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(*(tensor.to(device) for tensor in tensors))
+
+    def __getitems__(self, numbers):
+        return self[torch.tensor(numbers, dtype=torch.long, device=self.tensors[0].device)]
+
+
+class Setting(NamedTuple):
+    """What is trained on, and how."""
+
+    private: Rows
+    public: Rows
+    test: Rows
+    width: int
+    batch_size: int
+    epochs: int
+    noise_multiplier: float
+    learning_rate: float
+    alpha_decay_epochs: float
+    public_rate: float
+    patience: int
+    max_epochs: int
+
+
+def setting(folder=None):
+    """The paper's setting with CIFAR-10 from a folder, or a small one with random images."""
+    if folder is None:
+        return Setting(*like_cifar10(), 4, 40, 2, 1.0, 0.1, 3, 1e-2, 3, 12)
+    return Setting(*read_cifar10(folder), 32, 500, 100, 1.51, 0.2, 1000, 1e-3, 30, 300)
 
 
 def like_cifar10():
@@ -16,7 +55,7 @@ def like_cifar10():
     def draw(count):
         labels = torch.randint(0, 10, (count,), generator=generator)
         noise = torch.randn(count, 3, 32, 32, generator=generator)
-        return TensorDataset(patterns[labels] + noise, labels)
+        return Rows(patterns[labels] + noise, labels)
 
     return draw(240), draw(200), draw(300)
 
@@ -40,7 +79,7 @@ def read_cifar10(folder, *, num_public=2_000, seed=0):
     std = known.std((0, 2, 3), keepdim=True)
 
     def part(chosen):
-        return TensorDataset((images[chosen].float() - mean) / std, labels[chosen].long())
+        return Rows((images[chosen].float() - mean) / std, labels[chosen].long())
 
     return part(private), part(public), part(torch.arange(50_000, 60_000))
 
@@ -48,11 +87,13 @@ def read_cifar10(folder, *, num_public=2_000, seed=0):
 def shifted_and_mirrored(images, *, margin=4):
     """Returns images that are shifted by up to `margin` pixels, and half of them mirrored."""
     count, _, height, width = images.shape
+    device = images.device
     padded = torch.nn.functional.pad(images, (margin,) * 4, mode="replicate")
-    down, right = torch.randint(0, 2 * margin + 1, (2, count, 1))
-    columns = right + torch.arange(width)
-    columns = torch.where(torch.rand(count, 1) < 0.5, columns, columns.flip(1))
-    rows = (down + torch.arange(height))[:, None, :, None]
-    index = torch.arange(count)[:, None, None, None]
-    channels = torch.arange(images.shape[1])[None, :, None, None]
+    down, right = torch.randint(0, 2 * margin + 1, (2, count, 1), device=device)
+    columns = right + torch.arange(width, device=device)
+    mirrored = torch.rand(count, 1, device=device) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    rows = (down + torch.arange(height, device=device))[:, None, :, None]
+    index = torch.arange(count, device=device)[:, None, None, None]
+    channels = torch.arange(images.shape[1], device=device)[None, :, None, None]
     return padded[index, channels, rows, columns[:, None, None, :]]

@@ -20,9 +20,11 @@ from mirrordp.cli import (
     demo,
     export,
     fit,
+    plan,
     predict,
     report,
     serve,
+    tune,
 )
 from mirrordp.cli._common import Parser, UsageError, quiet
 
@@ -129,7 +131,7 @@ def _parser() -> Parser:
     parser.set_defaults(run=_no_command, prog=parser.prog)
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for module in (
-        *(account, calibrate, demo, fit, predict, export, serve),
+        *(account, calibrate, plan, demo, fit, predict, export, serve, tune),
         *(budget, audit, report, compare),
     ):
         module.add(commands)
@@ -139,6 +141,6 @@ def _parser() -> Parser:
 def _no_command(arguments: argparse.Namespace) -> NoReturn:
     del arguments
     raise UsageError(
-        "expected a command (account, calibrate, demo, fit, predict, export, serve, budget, audit, "
-        "report or compare), got none; see 'mirrordp --help'."
+        "expected a command (account, calibrate, plan, demo, fit, predict, export, serve, tune, "
+        "budget, audit, report or compare), got none; see 'mirrordp --help'."
     )

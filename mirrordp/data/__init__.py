@@ -19,6 +19,15 @@ if TYPE_CHECKING:
         require_same_structure as require_same_structure,
         split_rows as split_rows,
     )
+    from mirrordp.data.sources import (
+        RowSource as RowSource,
+        copy_rows as copy_rows,
+        dataset_rows as dataset_rows,
+        decoded_rows as decoded_rows,
+        hdf5_rows as hdf5_rows,
+        parquet_rows as parquet_rows,
+        read_rows as read_rows,
+    )
     from mirrordp.data.users import (
         ClientData as ClientData,
         PrivateClients as PrivateClients,

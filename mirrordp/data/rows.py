@@ -1,6 +1,7 @@
 """Private and public rows as two types, so that neither can be mistaken for the other.
 
-Both hold a pytree of arrays whose leaves share one leading axis, the example axis; the types of
+Both hold a pytree of arrays whose leaves share one leading axis, the example axis. Private rows may
+stay on disk (`mirrordp.data.sources`); all checks here go over them part by part. The types of
 `mirrordp.data.users` take their place if the unit of privacy is the user. What depends on private
 rows (how many equal a public row, which column holds a NaN) is told to the operator by warnings and
 exceptions that carry the mark `UNPROTECTED`; it never reaches a report, a card or a model.
@@ -10,7 +11,7 @@ import array
 import collections
 import dataclasses
 import enum
-import hashlib
+import math
 from collections.abc import Iterator
 
 import jax
@@ -19,9 +20,10 @@ import numpy as np
 
 from mirrordp import _show, _validate
 from mirrordp._warn import warn
+from mirrordp.data import sources
+from mirrordp.data.sources import UNPROTECTED
 from mirrordp.types import PyTree
 
-UNPROTECTED = "[not covered by the privacy guarantee; for the operator only]"
 HIDDEN = "rows are not shown, nor is their number n, which may be private"
 
 
@@ -43,11 +45,17 @@ class _Examples:
     arrays: PyTree
 
     def __post_init__(self):
+        self._check(self.arrays)
+
+    def _check(self, arrays: PyTree, *, check_finite: bool = True, in_memory: bool = True) -> None:
         name, remark = self._words()
-        arrays = as_arrays(name, self.arrays)
-        object.__setattr__(self, "arrays", arrays)
+        arrays = as_arrays(name, arrays)
         check_arrays(name, remark, arrays)
-        refuse_non_finite(name, remark, arrays)
+        if in_memory:
+            arrays = sources.in_memory(arrays)
+        object.__setattr__(self, "arrays", arrays)
+        if check_finite:
+            refuse_non_finite(name, remark, arrays)
 
     def _words(self) -> tuple[str, str]:
         """Returns the type's name and the remark that its error messages carry."""
@@ -68,12 +76,22 @@ class _Examples:
         return _show.table(type(self).__name__, _show.array_kinds(self.arrays))
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PrivateData(_Examples):
     """Rows whose privacy a mechanism protects; reading them outside of one is not protected.
 
     Args:
-        arrays: a pytree of arrays with one common leading axis.
+        arrays: a pytree of arrays with one common leading axis. Memory maps, and the sources of
+            `mirrordp.data.sources` in place of arrays, stay on disk: training reads them batch by
+            batch.
+        check_finite: whether to go over all rows now and refuse NaN and infinity. Without it, a row
+            whose gradient is not finite contributes zero to training.
     """
+
+    check_finite: dataclasses.InitVar[bool] = True
+
+    def __post_init__(self, check_finite: bool):  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._check(self.arrays, check_finite=check_finite, in_memory=False)
 
     def _words(self) -> tuple[str, str]:
         return "PrivateData", UNPROTECTED
@@ -91,24 +109,31 @@ class PublicData(_Examples):
     """Rows that anyone may read: everything learned from them is free.
 
     Args:
-        arrays: a pytree of arrays with one common leading axis.
+        arrays: a pytree of arrays with one common leading axis. Sources are read into memory.
     """
 
 
 def as_arrays(name: str, tree: PyTree) -> PyTree:
-    """Returns the tree with NumPy arrays as its leaves; refuses leaves that are data set objects.
+    """Returns the tree with NumPy arrays, or columns of sources, as its leaves.
+
+    Refuses leaves that are data set objects.
 
     NumPy would read any object with `__getitem__` item by item until an IndexError, which a data
     set need never raise.
     """
 
-    def as_array(path: tuple, leaf: object) -> np.ndarray:
+    def as_array(path: tuple, leaf: object) -> PyTree:
+        if isinstance(leaf, sources.Column):
+            return leaf
         known = ("__array__", "__array_interface__", "__dlpack__")
         plain = bool | int | float | complex | str | bytes | range | memoryview | array.array
         if isinstance(leaf, plain) or any(hasattr(leaf, attribute) for attribute in known):
+            # A view: a memory map is not copied.
             return np.asarray(leaf)
-        advice = "Collect its examples: np.stack([dataset[i] for i in range(len(dataset))]), one "
-        advice += "array for each part of an example."
+        if isinstance(leaf, sources.RowSource):
+            return sources.columns_of(leaf)
+        advice = "Read its examples when they are needed: mirrordp.data.dataset_rows(dataset), or "
+        advice += "collect them: np.stack([dataset[i] for i in range(len(dataset))])."
         if hasattr(leaf, "tensors"):
             advice = f"Pass its tensors: {name}(tuple(np.asarray(t) for t in dataset.tensors))."
         raise TypeError(
@@ -143,6 +168,8 @@ def check_arrays(name: str, remark: str, arrays: PyTree) -> None:
         )
     if leaves[0][1].shape[0] == 0:
         raise ValueError(f"{name} needs at least one row, got none.")
+    if leaves[0][1].shape[0] >= 2**31:
+        raise ValueError(f"{name} holds at most 2³¹ − 1 rows, got more. Use a part of them.")
 
 
 def is_numeric(dtype: np.dtype) -> bool:
@@ -156,21 +183,27 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 def refuse_non_finite(name: str, remark: str, arrays: PyTree) -> None:
     """Raises a ValueError that counts NaN and infinity in the first array that holds any."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        if not jnp.issubdtype(leaf.dtype, np.inexact):
-            continue
-        bad = ~np.isfinite(leaf)
-        if not bad.any():
+    found = jax.tree_util.tree_leaves_with_path(arrays)
+    found = [(path, leaf) for path, leaf in found if jnp.issubdtype(leaf.dtype, np.inexact)]
+    if not found:
+        return
+    counts = [np.zeros(leaf.shape[1:], np.int64) for _, leaf in found]
+    for _, part in sources.chunks([leaf for _, leaf in found]):
+        for count, rows in zip(counts, part, strict=True):
+            count += (~np.isfinite(rows)).sum(axis=0)
+    for (path, leaf), count in zip(found, counts, strict=True):
+        if not count.any():
             continue
         where = _path(path)
         if leaf.ndim > 1:
-            per_column = bad.reshape(len(leaf), -1).sum(axis=0)
+            per_column = count.reshape(-1)
             columns = np.flatnonzero(per_column)
             more = f" and {len(columns) - 5} more columns" if len(columns) > 5 else ""
             where = ", ".join(f"{where} column {c} ({per_column[c]})" for c in columns[:5]) + more
         raise ValueError(
-            f"{name} must be finite, got {int(bad.sum())} NaN or infinite values in {where}. Drop "
-            f"or impute them row by row, by rules that come from public data. {remark}".rstrip()
+            f"{name} must be finite, got {int(count.sum())} NaN or infinite values in {where}. "
+            "Drop or impute them row by row, by rules that come from public data. "
+            f"{remark}".rstrip()
         )
 
 
@@ -272,11 +305,12 @@ def _refuse_private_rows(
     shared = sum(row in found for row in others)
     if 2 * shared <= len(others):
         return
-    # Digests save memory where there are many private rows.
-    digest = lambda row: hashlib.blake2b(row, digest_size=16).digest()  # noqa: E731
-    counts = collections.Counter(map(digest, _row_bytes(private)))
-    repeated = sum(count for count in counts.values() if count > 1) / len(private)
-    if shared / len(others) > 2 * repeated or counts == collections.Counter(map(digest, others)):
+    counts = np.unique(_row_hashes(private), return_counts=True)[1]
+    repeated = counts[counts > 1].sum() / len(private)
+    is_copy = len(others) == len(private) and (
+        collections.Counter(others) == collections.Counter(_row_bytes(private))
+    )
+    if shared / len(others) > 2 * repeated or is_copy:
         raise ValueError(
             f"{what} must be other rows than the private ones, got {shared} of {len(others)} "
             f"{what} that equal a private row. Calling private rows public does not make them "
@@ -300,24 +334,33 @@ def announce_overlap(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
 def _equal_rows(private: PrivateData, other: PublicData) -> np.ndarray:
     """Returns a mask of the private rows that equal one of the others, byte by byte."""
     known = set(_row_bytes(other))
-    # As a rule few rows have the hash of another; only these can be equal.
-    mask = np.isin(_row_hashes(private), _row_hashes(other))
-    rows = np.flatnonzero(mask)
-    mask[rows] = np.fromiter((row in known for row in _row_bytes(private, rows)), bool, len(rows))
+    hashes = np.unique(_row_hashes(other))
+    mask = np.zeros(len(private), bool)
+    for start, part in sources.chunks(private.arrays):
+        # As a rule few rows have the hash of another; only these can be equal.
+        leaves = jax.tree.leaves(part)
+        for row in np.flatnonzero(np.isin(_hashes(leaves), hashes)).tolist():
+            mask[start + row] = _bytes_of(leaves, row) in known
     return mask
 
 
 def _row_hashes(data: PrivateData | PublicData) -> np.ndarray:
     """Returns a number of 64 bits for each row, the same for rows of the same bytes."""
-    found = np.zeros(len(data), np.uint64)
+    parts = [_hashes(jax.tree.leaves(part)) for _, part in sources.chunks(data.arrays)]
+    return np.concatenate(parts)
+
+
+def _hashes(leaves: list[np.ndarray]) -> np.ndarray:
+    """Returns a number of 64 bits for each row of arrays."""
+    found = np.zeros(len(leaves[0]), np.uint64)
     rng = np.random.default_rng(0)
-    for leaf in jax.tree.leaves(data.arrays):
+    for leaf in leaves:
         size = leaf.dtype.itemsize if leaf.dtype.itemsize in (1, 2, 4, 8) else 1
-        count = leaf[0].size * leaf.dtype.itemsize // size
+        count = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // size
         factors = rng.integers(2**64, size=count, dtype=np.uint64) | np.uint64(1)
         step = max(1, 2**20 // max(count, 1))
         for start in range(0, len(leaf), step):
-            block = np.ascontiguousarray(leaf[start : start + step])
+            block = np.ascontiguousarray(_one_zero(leaf[start : start + step]))
             words = block.reshape(-1).view(f"u{size}").reshape(len(block), count)
             found[start : start + step] += words @ factors
     return found
@@ -325,9 +368,29 @@ def _row_hashes(data: PrivateData | PublicData) -> np.ndarray:
 
 def _row_bytes(data: PrivateData | PublicData, rows: np.ndarray | None = None) -> Iterator[bytes]:
     """Yields the bytes of the given rows, by default of all of them."""
-    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(data.arrays)]
-    for row in range(len(data)) if rows is None else rows:
-        yield b"".join(leaf[row].tobytes() for leaf in leaves)
+    if rows is None:
+        parts = (part for _, part in sources.chunks(data.arrays))
+    else:
+        step = max(1, sources.CHUNK * len(data) // max(1, data.nbytes))
+        parts = (
+            sources.read_rows(data.arrays, rows[start : start + step])
+            for start in range(0, len(rows), step)
+        )
+    for part in parts:
+        leaves = jax.tree.leaves(part)
+        for row in range(len(leaves[0])):
+            yield _bytes_of(leaves, row)
+
+
+def _bytes_of(leaves: list[np.ndarray], row: int) -> bytes:
+    return b"".join(_one_zero(leaf[row]).tobytes() for leaf in leaves)
+
+
+def _one_zero(values: np.ndarray) -> np.ndarray:
+    """Returns numbers without -0.0, which equals 0.0 but has other bits."""
+    if np.issubdtype(values.dtype, np.inexact):
+        return values + values.dtype.type(0)
+    return values
 
 
 def split_rows(
@@ -352,6 +415,6 @@ def split_rows(
     num_public = max(1, round(public_fraction * rows))
     chosen, rest = np.sort(order[:num_public]), np.sort(order[num_public:])
     return (
-        PrivateData(jax.tree.map(lambda leaf: leaf[rest], arrays)),
-        PublicData(jax.tree.map(lambda leaf: leaf[chosen], arrays)),
+        PrivateData(sources.pick_rows(arrays, rest)),
+        PublicData(sources.read_rows(arrays, chosen)),
     )

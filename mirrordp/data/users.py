@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _show, _validate
+from mirrordp.data import sources
 from mirrordp.data.rows import (
     HIDDEN,
     UNPROTECTED,
@@ -39,7 +40,8 @@ class ClientData:
     bound keeps a random subset, which is decided by `seed` and by this user's own name and rows.
 
     Args:
-        arrays: a pytree of arrays with one common leading axis, user by user.
+        arrays: a pytree of arrays with one common leading axis, user by user. Private rows that are
+            memory maps or sources (`mirrordp.data.sources`) stay on disk.
         num_examples: the number of rows that each user owns, which may be zero.
         ids: the users' names, or None if they are not known. A run refuses or drops a private user
             whose name is also a public user's.
@@ -104,6 +106,9 @@ class ClientData:
     ) -> Self:
         """Makes users from one table and a column that names the owner of each row.
 
+        Rows on disk stay there, in their own order; a number for each row in memory says which row
+        of which user it is. Reading is fastest if the rows of a user lie side by side.
+
         Args:
             arrays: a pytree of arrays with one common leading axis.
             user_ids: the owner of each row.
@@ -147,7 +152,7 @@ class ClientData:
         order = np.argsort(owner_numbers, kind="stable")
         counts = np.bincount(owner_numbers, minlength=len(names))
         return cls._bounded(
-            lambda rows: jax.tree.map(lambda leaf: leaf[order[rows]], arrays),
+            lambda rows: sources.pick_rows(arrays, order[rows]),
             counts,
             names,
             tuple(names),
@@ -241,21 +246,22 @@ class ClientData:
     @property
     def starts(self) -> np.ndarray:
         """The index of each user's first row."""
-        return np.concatenate([[0], np.cumsum(self.num_examples)[:-1]]).astype(np.int32)
+        ends = np.cumsum(self.num_examples, dtype=np.int64)
+        return np.concatenate([[0], ends[:-1]]).astype(np.int32)
 
     def user(self, number: int) -> PyTree:
         """Returns the rows of one user, without padding."""
         start = self.starts[number]
         stop = start + self.num_examples[number]
-        return jax.tree.map(lambda leaf: leaf[start:stop], self.arrays)
+        return sources.read_rows(self.arrays, np.arange(start, stop))
 
     def take(self, users: Sequence[int] | np.ndarray) -> Self:
         """Returns some of the users, in the given order."""
         users = np.asarray(users, np.int64)
-        parts = [np.arange(s, s + c) for s, c in zip(self.starts, self.num_examples, strict=True)]
-        rows = np.concatenate([parts[user] for user in users]) if len(users) else np.zeros(0, int)
+        spans = zip(self.starts[users].tolist(), self.num_examples[users].tolist(), strict=True)
+        parts = [np.arange(start, start + count) for start, count in spans]
         return type(self)(
-            jax.tree.map(lambda leaf: leaf[rows], self.arrays),
+            sources.pick_rows(self.arrays, np.concatenate([np.zeros(0, np.int64), *parts])),
             self.num_examples[users],
             None if self.ids is None else tuple(self.ids[user] for user in users),
             self.max_examples_per_user,
@@ -286,6 +292,7 @@ class PublicClients(ClientData):
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "arrays", sources.in_memory(self.arrays))
         refuse_non_finite("PublicClients", "", self.arrays)
 
     def _words(self) -> tuple[str, str]:

@@ -89,15 +89,20 @@ class Start:
 
 def _squared_norms(loss: "Loss", params: Params, rows: tuple[np.ndarray, ...]) -> np.ndarray:
     """Returns the squared norm of each row's gradient, a few gradients at a time."""
-    grads = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
     found = np.zeros(len(rows[0]))
     for start in range(0, len(found), _AT_ONCE):
         # The last block overlaps with the one before, so that one size is compiled.
         block = slice(min(start, max(0, len(found) - _AT_ONCE)), start + _AT_ONCE)
-        leaves = jax.tree.leaves(grads(params, tuple(array[block] for array in rows)))
-        squares = (np.square(leaf, dtype=np.float64).reshape(len(leaf), -1) for leaf in leaves)
-        found[block] = sum(each.sum(axis=1) for each in squares)
+        found[block] = _norms_of_some(loss, params, tuple(array[block] for array in rows))
     return found
+
+
+@jax.jit
+def _norms_of_some(loss: "Loss", params: Params, rows: tuple[Any, ...]) -> jax.Array:
+    def norm(row: tuple[Any, ...]) -> jax.Array:
+        return optax.tree.norm(jax.grad(loss)(params, row), squared=True)
+
+    return jax.vmap(norm)(rows)
 
 
 def _bins(scaled: np.ndarray) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
@@ -135,12 +140,27 @@ def _with(network: NetworkScorer, params: Params) -> NetworkScorer:
     return dataclasses.replace(network, layers=layers, skip=found["skip"])
 
 
+@jax.tree_util.register_pytree_node_class
 class Loss:
-    """The weighted loss of one scaled row."""
+    """The weighted loss of one scaled row.
+
+    A pytree, whose leaves are the borders of bins: networks of the same shape, such as those of a
+    rehearsal, then share compiled programs.
+    """
 
     def __init__(self, family: Family, cut: tuple[int, ...], edges: tuple[np.ndarray, ...]):
         self._family, self._cut = family, cut
         self._edges = tuple(borders.astype(np.float32) for borders in edges)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return self._edges, (self._family, self._cut)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> "Loss":
+        found = object.__new__(cls)
+        found._family, found._cut = aux
+        found._edges = tuple(leaves)
+        return found
 
     def __call__(self, params: Any, example: tuple[Any, ...]) -> jax.Array:
         row, targets, weight = example
@@ -149,32 +169,39 @@ class Loss:
         return weight * self._family.loss(scores[None], targets[None])[0]
 
 
+_OPTIMIZER = optax.adamw(_RATE, weight_decay=_WEIGHT_DECAY)
+
+
+@jax.jit
+def _mean(loss: Loss, params: Params, rows: tuple[Any, ...]) -> jax.Array:
+    return jax.vmap(loss, in_axes=(None, 0))(params, rows).mean()
+
+
+@jax.jit
+def _steps(
+    loss: Loss, params: Params, state: Any, public: tuple[Any, ...], key: jax.Array
+) -> tuple[Params, Any]:
+    def step(carry: Any, key: jax.Array) -> Any:
+        params, state = carry
+        chosen = jax.random.randint(key, (_BATCH,), 0, len(public[0]))
+        grads = jax.grad(_mean, argnums=1)(loss, params, tuple(a[chosen] for a in public))
+        updates, state = _OPTIMIZER.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (params, state), jax.random.split(key, _STEPS_PER_LOOK))[0]
+
+
 def _warm(
     loss: Loss, params: Params, public: tuple[np.ndarray, ...], held_out: tuple[np.ndarray, ...]
 ) -> Params:
     """Learns from public rows, and returns the iterate that is best on held-out ones."""
-    optimizer = optax.adamw(_RATE, weight_decay=_WEIGHT_DECAY)
-
-    def mean(params: Params, rows: tuple[Any, ...]) -> jax.Array:
-        return jax.vmap(loss, in_axes=(None, 0))(params, rows).mean()
-
-    @jax.jit
-    def steps(params: Params, state: Any, key: jax.Array) -> Any:
-        def step(carry: Any, key: jax.Array) -> Any:
-            params, state = carry
-            chosen = jax.random.randint(key, (_BATCH,), 0, len(public[0]))
-            grads = jax.grad(mean)(params, tuple(jnp.asarray(a)[chosen] for a in public))
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        carry, _ = jax.lax.scan(step, (params, state), jax.random.split(key, _STEPS_PER_LOOK))
-        return *carry, mean(carry[0], held_out)
-
-    state, best, lowest = optimizer.init(params), params, float(mean(params, held_out))
+    state, best = _OPTIMIZER.init(params), params
+    lowest = float(_mean(loss, params, held_out))
     for look in range(_LOOKS):
-        params, state, judged = steps(params, state, jax.random.key(look))
-        if float(judged) < lowest:
-            best, lowest = params, float(judged)
+        params, state = _steps(loss, params, state, public, jax.random.key(look))
+        judged = float(_mean(loss, params, held_out))
+        if judged < lowest:
+            best, lowest = params, judged
     return best
 
 

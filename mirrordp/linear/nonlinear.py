@@ -41,6 +41,8 @@ from mirrordp.tables.scorers import LinearScorer, Scorer
 _MODELS = ("linear", "trees", "network")
 _PUBLIC_SEED = 0
 _FOLDS = 4
+# So many standard errors behind another model, a network has no chance in later folds.
+_HOPELESS = 4
 _LARGEST_BATCH, _EPOCH_BATCHES = 4096, 32
 _NUM_STEPS = 1000
 # With fewer public rows, bins and a rehearsal say too little.
@@ -434,10 +436,10 @@ def rehearse(
 
     Public rows play private ones: in each fold, trees learn their values from the other folds with
     noise that is as large for these rows as it will be for the private ones, and a network is
-    trained as its public start will be. All is done with half of these rows too, because there are
-    many more private rows and a model that gains much by the second half will gain by them. If what
-    a model can still learn falls with the root of the number of rows, then r times as many rows
-    lower its loss by D times what the second half did,
+    trained as its public start will be. For squared errors, all is done with half of these rows
+    too, because there are many more private rows and a model that gains much by the second half
+    will gain by them. If what a model can still learn falls with the root of the number of rows,
+    then r times as many rows lower its loss by D times what the second half did,
 
         D = Σ_k 2^{−k/2} = (1 − r^{−1/2}) / (√2 − 1),      k = 1, ..., log₂ r.
 
@@ -445,7 +447,8 @@ def rehearse(
     because they contain it; a network if it is better than the others, or is then expected to be,
     by more than one. A network of classes or counts that has few rows is too sure of itself, and
     more rows cure that first, which says little about what comes then. It has to be better as it
-    is.
+    is. A network takes longest: one that is far worse than another model after a fold is not tried
+    in the next ones.
 
     Args:
         family: the family of the loss.
@@ -456,34 +459,48 @@ def rehearse(
     """
     rng = np.random.default_rng(_PUBLIC_SEED)
     fold = rng.permutation(np.arange(len(rows)) % _FOLDS)
+    extrapolates = family == SQUARED_ERROR
     seen: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
     expected: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    views = (seen, expected) if extrapolates else (seen,)
     more = (1 - (len(rows) / max(num_private, len(rows))) ** 0.5) / (2**0.5 - 1)
+
+    def is_worse(losses: Mapping[str, list[np.ndarray]], one: str, other: str, by: float) -> bool:
+        """Returns whether a model is worse by so many standard errors of the difference."""
+        pairs = zip(losses[one], losses[other], strict=False)
+        difference = np.concatenate([ours - theirs for ours, theirs in pairs])
+        return bool(difference.mean() > by * difference.std() / np.sqrt(len(difference)))
+
+    others = ("linear", "trees")
+    tried = _MODELS
     for number in range(_FOLDS):
         known, judges = np.flatnonzero(fold != number), rows.take(fold == number)
         found = []
-        for some in (known[: len(known) // 2], known):
-            scorers = _rehearsed(family, rows.take(some), groups, num_private, one_step_noise, rng)
+        for some in (known[: len(known) // 2], known) if extrapolates else (known,):
+            scorers = _rehearsed(
+                family, rows.take(some), groups, num_private, one_step_noise, rng, tried
+            )
             found.append(
                 {
                     name: judges.weighted(family.loss(scorer(judges.features), judges.targets))
                     for name, scorer in scorers.items()
                 }
             )
-        for name in _MODELS:
-            half, whole = (losses[name] for losses in found)
+        for name in tried:
+            half, whole = found[0][name], found[-1][name]
             seen[name].append(whole)
             expected[name].append(whole - more * (half - whole))
-
-    def is_worse(losses: Mapping[str, list[np.ndarray]], one: str, other: str, by: float) -> bool:
-        """Returns whether a model is worse by so many standard errors of the difference."""
-        difference = np.concatenate(losses[one]) - np.concatenate(losses[other])
-        return bool(difference.mean() > by * difference.std() / np.sqrt(len(difference)))
+        if all(
+            any(is_worse(losses, "network", other, by=_HOPELESS) for other in others)
+            for losses in views
+        ):
+            tried = others
 
     chosen = "linear" if is_worse(seen, "trees", "linear", by=1) else "trees"
-    for losses in (seen, expected) if family == SQUARED_ERROR else (seen,):
-        if all(is_worse(losses, other, "network", by=1) for other in ("linear", "trees")):
-            chosen = "network"
+    if "network" in tried:
+        for losses in views:
+            if all(is_worse(losses, other, "network", by=1) for other in others):
+                chosen = "network"
     means = {name: float(np.concatenate(losses).mean()) for name, losses in seen.items()}
     return Rehearsal(means, chosen)
 
@@ -495,8 +512,9 @@ def _rehearsed(
     num_private: int,
     one_step_noise: float,
     rng: np.random.Generator,
+    tried: Sequence[str],
 ) -> dict[str, Scorer]:
-    """Returns each model, learned from public rows."""
+    """Returns each model, learned from public rows; a network only if it is still to be tried."""
     plan = _TreesPlan.of(
         family, rows, groups, num_private=num_private, one_step_noise=one_step_noise
     )
@@ -512,11 +530,10 @@ def _rehearsed(
         add_noise=lambda total: total + rng.normal(size=total.shape) * stddev,
     )
     linear = LinearScorer(plan.model.coefficients, plan.model.intercepts)
-    return {
-        "linear": linear,
-        "trees": trees,
-        "network": _network.Start.of(family, rows).network,
-    }
+    found: dict[str, Scorer] = {"linear": linear, "trees": trees}
+    if "network" in tried:
+        found["network"] = _network.Start.of(family, rows).network
+    return found
 
 
 class _Auto(_Nonlinear):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         FullBatch as FullBatch,
         PoissonSampling as PoissonSampling,
     )
+    from mirrordp.privacy.selection import NumberOfRuns as NumberOfRuns
     from mirrordp.privacy.trainable import Trainable as Trainable
     from mirrordp.privacy.views import averaged_over_views as averaged_over_views
 

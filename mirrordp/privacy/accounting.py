@@ -24,8 +24,10 @@ from collections.abc import Callable, Sequence
 import dp_accounting
 import numpy as np
 from dp_accounting import gaussian_mechanism
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
 from mirrordp import _validate
 
@@ -222,8 +224,12 @@ def renyi_divergences(
         UnsupportedError: if there is no Rényi analysis (Poisson sampling under replace).
     """
     resolve_accountant(event, adjacency, Accountant.RDP)
-    accountant = RdpAccountant(list(orders), adjacency.neighboring_relation)
+    # The bound on a selection at one order is a minimum over others, so it is given more of them.
+    others = DEFAULT_RDP_ORDERS if has_selection(event) else ()
+    every = sorted({*map(float, orders), *map(float, others)})
+    accountant = RdpAccountant(every, adjacency.neighboring_relation)
     found = accountant.compose(_noise_over_distance(event, adjacency)).rdp
+    found = found[np.searchsorted(every, [float(order) for order in orders])]
     # An order at which the computation failed promises nothing.
     return np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
 
@@ -246,11 +252,26 @@ def resolve_accountant(
         else "There are analyses of Poisson sampling under add-remove or zero-out (PLD, RDP) and "
         "replace (PLD), of fixed-size sampling under replace (RDP), and of full batches under any "
         "adjacency."
+        + " The best of a random number of runs has an analysis where its runs have one by RDP."
+        * has_selection(event)
     )
     asked = "no accountant can" if accountant is None else f"{accountant.name} cannot"
     raise UnsupportedError(
         f"{asked} analyse {_describe(event)} under {adjacency.value} adjacency. {advice}"
     )
+
+
+def has_selection(event: DpEvent) -> bool:
+    """Returns whether an event holds the best of a random number of runs; see `NumberOfRuns`."""
+    match event:
+        case RepeatAndSelectDpEvent():
+            return True
+        case dp_accounting.SelfComposedDpEvent():
+            return has_selection(event.event)
+        case dp_accounting.ComposedDpEvent():
+            return any(map(has_selection, event.events))
+        case _:
+            return False
 
 
 def _describe(event: DpEvent) -> str:
@@ -266,6 +287,8 @@ def _describe(event: DpEvent) -> str:
             return "fixed-size sampling"
         case dp_accounting.GaussianDpEvent():
             return "full batches"
+        case RepeatAndSelectDpEvent():
+            return f"the best of a random number of runs with {_describe(event.event)}"
         case _:
             return type(event).__name__
 
@@ -332,6 +355,8 @@ def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
             return dp_accounting.SampledWithoutReplacementDpEvent(
                 event.source_dataset_size, event.sample_size, recurse(event.event)
             )
+        case RepeatAndSelectDpEvent():
+            return RepeatAndSelectDpEvent(recurse(event.event), event.mean, event.shape)
         case dp_accounting.NoOpDpEvent():
             return event
         case _:

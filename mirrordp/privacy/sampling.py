@@ -24,6 +24,9 @@ from mirrordp.privacy.secure import SecureRandom
 
 PADDING = -1
 
+DRAWS = "number first, then records"
+"""How batches follow from a generator. A run that began otherwise cannot be resumed."""
+
 
 @runtime_checkable
 class Sampling(Protocol):
@@ -94,6 +97,27 @@ def in_random_places(
     return found
 
 
+def poisson_sample(
+    sampling_prob: float, num_examples: int, rng: np.random.Generator | SecureRandom
+) -> np.ndarray:
+    """Draws a set that holds each of n records independently with probability q.
+
+    Tossing n coins costs time for each record, also for those that stay out. Instead the *number*
+    of heads is drawn, M ~ Bin(n, q), and then which M records it was, all sets of M being equally
+    likely. Any set S of m records then has the probability that n coins give it:
+
+        P[M = m] / C(n, m) = C(n, m) qᵐ (1 − q)ⁿ⁻ᵐ / C(n, m) = qᵐ (1 − q)ⁿ⁻ᵐ.
+
+    NumPy draws the set by Floyd's algorithm, or by a partial shuffle if M is more than n / 50; the
+    time is proportional to M in both cases. Both are exact, and so is `SecureRandom`'s own way. The
+    order of the result follows no rule that a caller may use.
+    """
+    if isinstance(rng, SecureRandom):
+        return rng.poisson_sample(sampling_prob, num_examples)
+    size = rng.binomial(num_examples, sampling_prob)
+    return rng.choice(num_examples, size=size, replace=False, shuffle=False)
+
+
 def passes(indices: np.ndarray, capacity: int) -> np.ndarray:
     """Cuts one draw into rows of `capacity` indices, the last one padded with -1.
 
@@ -161,16 +185,8 @@ class PoissonSampling:
     def batches(
         self, num_examples: int, num_steps: int, rng: np.random.Generator | SecureRandom
     ) -> Iterator[np.ndarray]:
-        """Draws independent Poisson samples."""
-        if isinstance(rng, SecureRandom):
-            return (
-                np.flatnonzero(rng.bernoulli(self.sampling_prob, num_examples))
-                for _ in range(num_steps)
-            )
-        strategy = batch_selection.CyclicPoissonSampling(
-            sampling_prob=self.sampling_prob, iterations=num_steps
-        )
-        return strategy.batch_iterator(num_examples, rng=rng)
+        """Draws independent Poisson samples; see `poisson_sample`."""
+        return (poisson_sample(self.sampling_prob, num_examples, rng) for _ in range(num_steps))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

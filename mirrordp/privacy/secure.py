@@ -67,8 +67,65 @@ class SecureRandom:
         # Scaling by a power of two is exact, so int() is the floor.
         return self.words(count) < np.uint64(int(math.ldexp(probability, 64)))
 
+    def poisson_sample(self, probability: float, count: int) -> np.ndarray:
+        """Returns which of `count` coins of `bernoulli` are True, without tossing each of them.
+
+        With T = ⌊2⁶⁴·probability⌋ and the largest k for which 2ᵏ T ≤ 2⁶⁴, a coin of probability
+        T / 2⁶⁴ is k fair coins and one of probability 2ᵏ T / 2⁶⁴ that are all True. How many of
+        `count` places survive the k fair coins is a number of random bits that are one: of `count`
+        bits, then of as many bits as were one, and so on. Given their number M, all sets of M
+        places are equally likely, and each survivor then tosses its last coin. So every place is
+        in the result with probability T / 2⁶⁴, independently of all others, and the cost is that
+        of 2·count random *bits* and of a few words for each place that is found.
+        """
+        _validate.probability(probability=probability)
+        threshold = int(math.ldexp(probability, 64))
+        if threshold == 0:
+            return np.zeros(0, np.int64)
+        halvings = 64 - (threshold - 1).bit_length()
+        survivors = count
+        for _ in range(halvings):
+            survivors = self._heads(survivors)
+        places = self.subset(survivors, count)
+        return places[self.bernoulli(math.ldexp(threshold, halvings - 64), survivors)]
+
+    def _heads(self, count: int) -> int:
+        """Returns how many of `count` fair coins are True."""
+        total = 0
+        for start in range(0, count, 64 * _CHUNK):
+            bits = min(64 * _CHUNK, count - start)
+            words = self.words(-(-bits // 64))
+            total += int(np.bitwise_count(words).sum())
+            # The last word has bits that belong to no coin.
+            unused = 64 * len(words) - bits
+            total -= (int(words[-1]) >> (64 - unused)).bit_count() if unused else 0
+        return total
+
+    def below(self, bound: int, count: int) -> np.ndarray:
+        """Returns `count` independent uniform integers from 0 to `bound` − 1 < 2⁶³."""
+        limit = np.uint64(2**64 // bound * bound - 1)
+        found = np.zeros(0, np.uint64)
+        while len(found) < count:
+            # All words up to a multiple of the bound: every remainder is equally likely.
+            words = self.words(count - len(found))
+            found = np.concatenate([found, words[words <= limit] % np.uint64(bound)])
+        return found.astype(np.int64)
+
     def subset(self, size: int, count: int) -> np.ndarray:
-        """Returns a uniformly random subset of `size` of the integers below `count`."""
+        """Returns a uniformly random subset of `size` of the integers below `count`.
+
+        The subset comes in random order, so that any first part of it is a uniform subset too. A
+        small one is drawn one by one, and what was drawn before is skipped.
+        """
+        if size == 0:
+            return np.zeros(0, np.int64)
+        if 4 * size < count:
+            drawn = self.below(count, size + size // 2 + 8)
+            while True:
+                first = np.sort(np.unique(drawn, return_index=True)[1])
+                if len(first) >= size:
+                    return drawn[first[:size]]
+                drawn = np.concatenate([drawn, self.below(count, size)])
         while True:
             words = self.words(count)
             if len(np.unique(words)) == count:

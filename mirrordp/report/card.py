@@ -218,8 +218,11 @@ def answers(report: "RunReport") -> list[tuple[str, str]]:
 def _reading(report: "RunReport") -> str:
     if report.charged_steps == 0:
         return "not at all: no step read private records"
+    each = ""
+    if report.selection is not None:
+        each = f"in each of a random number of runs ({report.selection}), whose best this is: "
     return (
-        f"in {report.charged_steps} steps, by {report.sampling} sampling with probability "
+        f"{each}in {report.charged_steps} steps, by {report.sampling} sampling with probability "
         f"{_number(report.sampling_prob)}. Each contribution was cut to norm "
         f"{_number(report.l2_clip_norm)}, and "
         f"{'independent Gaussian' if report.is_secure else report.noise} noise of "
@@ -299,6 +302,7 @@ def numbers(report: "RunReport") -> list[tuple[str, str]]:
         ("unit (what one record is)", report.unit),
         ("sampling", f"{report.sampling}, probability {_number(report.sampling_prob)}"),
         ("steps that read private data", f"{report.charged_steps}"),
+        *([("number of runs to choose from", report.selection)] if report.selection else []),
         ("noise multiplier (noise over clip norm)", _number(report.noise_multiplier)),
         *charged,
         ("noise", report.noise),

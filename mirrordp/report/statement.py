@@ -26,7 +26,7 @@ from mirrordp.spending.files import write_atomically
 
 # Reading a stored report needs none of these, and they import JAX.
 if TYPE_CHECKING:
-    from mirrordp.privacy.accounting import Epsilon
+    from mirrordp.privacy.accounting import DpEvent, Epsilon
     from mirrordp.privacy.mechanism import Mechanism
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.ledger import Ledger
@@ -81,6 +81,8 @@ class RunReport:
         curves: how a released quantity developed, one `Curve` for each method.
         results: released quantities, such as the accuracy on public test rows.
         ledger: length and head of the ledger file, and the budget, that the run was charged to.
+        selection: the distribution of the number of runs of which this is the best, in words, if ε
+            covers them all; how many there were is secret. None if this is the only run.
     """
 
     title: str
@@ -110,6 +112,7 @@ class RunReport:
     curves: tuple[Curve, ...] = ()
     results: Mapping[str, Any]
     ledger: Mapping[str, Any] | None = None
+    selection: str | None = None
 
     def __post_init__(self):
         known = True if self.seed is not None else False if self.is_secure else self.seeded
@@ -140,6 +143,7 @@ class RunReport:
         *,
         info: RunInfo | None = None,
         charged_steps: int | None = None,
+        event: "DpEvent | None" = None,
         spend: "Ledger | Budget | None" = None,
         title: str = "A model trained with mirrordp",
         scope: str | None = None,
@@ -161,6 +165,8 @@ class RunReport:
                 default all that the mechanism was made for. Leave it out if a run ended early
                 because of what it had released: then ε of all steps that it might have taken is
                 the promise.
+            event: the cost of a search of which this run is the best, as `NumberOfRuns.event` in
+                `mirrordp.privacy.selection` states it; ε is then that of the whole search.
             spend: the ledger or the budget that the run was charged to. With a `Ledger`, ε covers
                 everything that was charged to it, which holds for runs that were fixed beforehand.
                 With a `Budget`, which is for runs chosen after earlier ones were seen, ε remains
@@ -190,9 +196,12 @@ class RunReport:
             )
         steps = mechanism.num_steps if charged_steps is None else charged_steps
         found = mechanism.guarantee(delta, num_steps=steps)
-        covered, position = "this run", None
+        covered, position, selection = "this run", None, None
+        if event is not None:
+            found, covered, selection = _of_search(event, mechanism, delta, found)
         if spend is not None:
-            found, covered, position = _charged_to(spend, mechanism, delta, found)
+            found, spent_on, position = _charged_to(spend, mechanism, delta, found)
+            covered = spent_on or covered
         if info is not None:
             seeded = _agreed(info, seed, seeded)
         bands = mechanism.noise.num_bands
@@ -228,10 +237,13 @@ class RunReport:
             seed=seed,
             seeded=seeded,
             versions=library_versions(),
-            epsilon_over_steps=_epsilon_over_steps(mechanism, delta, steps),
+            epsilon_over_steps=()
+            if selection is not None
+            else _epsilon_over_steps(mechanism, delta, steps),
             curves=tuple(curves),
             results=stored.plain(results or {}, "results"),
             ledger=position,
+            selection=selection,
         )
 
     @property
@@ -309,10 +321,33 @@ class RunReport:
         return report, words
 
 
+def _of_search(
+    event: "DpEvent", mechanism: "Mechanism", delta: float, run: "Epsilon"
+) -> tuple["Epsilon", str, str]:
+    """Returns ε of a search, what it covers, and the distribution of the number of its runs."""
+    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+    from mirrordp.privacy import accounting
+    from mirrordp.privacy.selection import NumberOfRuns
+
+    _validate.instance_of(RepeatAndSelectDpEvent, "Use NumberOfRuns(...).event(run).", event=event)
+    assert isinstance(event, RepeatAndSelectDpEvent)
+    found = accounting.epsilon(event, delta, adjacency=mechanism.adjacency, orders=mechanism.orders)
+    if found.epsilon < run.epsilon * (1 - 1e-6):
+        raise ValueError(
+            f"a search costs at least as much as one of its runs, epsilon {run.epsilon:.4g}, got "
+            f"an event of epsilon {found.epsilon:.4g}. Pass the event that the search was charged "
+            "with."
+        )
+    runs = str(NumberOfRuns(event.mean, event.shape))
+    covered = f"the whole search: a random number of runs ({runs}), their scores and the choice"
+    return found, covered, runs
+
+
 def _charged_to(
     spend: "Ledger | Budget", mechanism: "Mechanism", delta: float, run: "Epsilon"
-) -> tuple["Epsilon", str, dict[str, Any] | None]:
-    """Returns ε, what it covers, and the length and head of the file that the run was charged to.
+) -> tuple["Epsilon", str | None, dict[str, Any] | None]:
+    """Returns ε, what it covers if not the run alone, and length and head of the charged file.
 
     Length and head make it noticeable if the end of the file is cut off later. They say nothing
     about the data.
@@ -325,7 +360,7 @@ def _charged_to(
         spend.check_kind(mechanism)
         status = spend.status
         budget = {name: getattr(status, name) for name in ("epsilon", "delta", "runs", "used")}
-        return run, "this run", {**status.position._asdict(), "budget": budget}
+        return run, None, {**status.position._asdict(), "budget": budget}
     if spend.adjacency is not mechanism.adjacency:
         raise ValueError(
             f"ledger and mechanism must share one adjacency, got {spend.adjacency.value!r} and "

@@ -39,7 +39,7 @@ def to_dict(report: "RunReport") -> dict[str, Any]:
         for field in dataclasses.fields(report)
     }
     fields["randomness"] = card.randomness(report)
-    for name in ("seed", "ledger", "charged_multiplier"):
+    for name in ("seed", "ledger", "charged_multiplier", "selection"):
         if fields[name] is None:
             del fields[name]
     results = fields.pop("results")
@@ -192,6 +192,7 @@ _CHECKS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
     "seeded": ((bool, _NULL), _as_it_is),
     "charged_steps": ((int,), int),
     "ledger": ((dict, _NULL), _ledger),
+    "selection": ((str, _NULL), _as_it_is),
     "results": ((dict,), _as_it_is),
     **dict.fromkeys(
         (

@@ -558,7 +558,10 @@ class Budget:
             return np.sum(parts, axis=0) if parts else np.zeros(len(self._orders))
         try:
             if isinstance(event, dp_accounting.SelfComposedDpEvent):
-                return event.count * _divergences(event.event, self._orders, self.adjacency)
+                return event.count * self._divergences(event.event)
+            if accounting.has_selection(event):
+                # It may hold a list, which cannot be looked up in a cache.
+                return accounting.renyi_divergences(event, self._orders, adjacency=self.adjacency)
             return _divergences(event, self._orders, self.adjacency)
         except accounting.UnsupportedError as error:
             raise BudgetError(

@@ -83,12 +83,17 @@ def _feed(update: Callable[[bytes], object], arrays: PyTree) -> None:
     import jax.numpy as jnp
     import numpy as np
 
+    from mirrordp.data import sources
+
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        leaf = np.asarray(leaf)
+        leaf = leaf if isinstance(leaf, sources.Column) else np.asarray(leaf)
         name = f"{jax.tree_util.keystr(path)} {leaf.dtype.name} {leaf.shape}\0"
         update(name.encode())
-        flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-        for start in range(0, len(flat), _CHUNK):
-            update(flat[start : start + _CHUNK].tobytes())
+        # The same bytes in the same order, whether they are in memory or on disk.
+        parts = (part for _, part in sources.chunks(leaf)) if sources.is_on_disk(leaf) else [leaf]
+        for part in parts:
+            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            for start in range(0, len(flat), _CHUNK):
+                update(flat[start : start + _CHUNK].tobytes())

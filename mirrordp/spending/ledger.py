@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 import numpy as np
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from mirrordp import _validate
 from mirrordp.privacy import accounting
@@ -528,6 +529,8 @@ def _check_counts(event: DpEvent) -> None:
     if isinstance(event, dp_accounting.ComposedDpEvent):
         for part in event.events:
             _check_counts(part)
+    if isinstance(event, RepeatAndSelectDpEvent):
+        _check_counts(event.event)
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         if not isinstance(event.count, int | np.integer) or event.count < 1:
             raise LedgerError(
@@ -570,6 +573,15 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
             }
         case dp_accounting.ComposedDpEvent():
             return {"name": "composed", "events": [event_to_dict(part) for part in event.events]}
+        case RepeatAndSelectDpEvent():
+            # JSON has no infinity, which stands for the Poisson distribution.
+            shape = None if event.shape == math.inf else float(event.shape)
+            return {
+                "name": "best-of-random-number",
+                "mean": float(event.mean),
+                "shape": shape,
+                "event": event_to_dict(event.event),
+            }
         case _:
             raise LedgerError(
                 f"expected an event made by mirrordp, got {type(event).__name__}, which a ledger "
@@ -616,6 +628,17 @@ def event_from_dict(content: Any) -> DpEvent:
             event = dp_accounting.SelfComposedDpEvent(event_from_dict(inner), count)
         case {"name": "composed", "events": list(parts), **rest}:
             event = dp_accounting.ComposedDpEvent([event_from_dict(part) for part in parts])
+        case {
+            "name": "best-of-random-number",
+            "mean": float(mean),
+            "shape": (float() | None) as shape,
+            "event": inner,
+            **rest,
+        }:
+            shape = math.inf if shape is None else shape
+            if not (1 <= mean < math.inf and shape >= 0):
+                raise refused
+            event = RepeatAndSelectDpEvent(event_from_dict(inner), mean, shape)
         case _:
             raise refused
     if set(rest) - {"name"}:

@@ -108,8 +108,8 @@ def inputs(xp: Any, scaled: Any, cut: Sequence[int], edges: Sequence[np.ndarray]
         return scaled
     # All bins at once: a program that names every feature takes minutes to compile.
     feature = np.repeat(np.array(cut), [len(borders) - 1 for borders in edges])
-    low = np.concatenate([borders[:-1] for borders in edges])
-    width = np.concatenate([borders[1:] - borders[:-1] for borders in edges])
+    low = xp.concatenate([borders[:-1] for borders in edges])
+    width = xp.concatenate([borders[1:] - borders[:-1] for borders in edges])
     bins = xp.clip((scaled[..., feature] - low) / width, 0.0, 1.0) - 0.5
     return xp.concatenate([scaled, bins], axis=-1)
 

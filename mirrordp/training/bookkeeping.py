@@ -7,6 +7,7 @@ randomness. `train`, sweeps, the estimators and Flower all keep their books here
 checkpoint.
 """
 
+import contextvars
 import hashlib
 import json
 import logging
@@ -25,10 +26,14 @@ from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
+from mirrordp.training.processes import Group, from_first, on_host, source_digest
 from mirrordp.types import PyTree
 
 # The log depends on the mechanism and the clock, and on no private record.
 _log = logging.getLogger("mirrordp")
+
+is_silent = contextvars.ContextVar("is_silent", default=False)
+"""Set by a search, whose number of runs is secret and which has charged them as a whole."""
 
 
 class Kept(NamedTuple):
@@ -115,6 +120,11 @@ class Books:
             if folder is not None:
                 folder.close()
             raise
+
+    @property
+    def key(self) -> bytes | None:
+        """The key of the fingerprints of a run with checkpoints."""
+        return None if self._folder is None else self._folder.key
 
     def admit(
         self, num_steps: Sequence[int], private: PrivateData | PrivateClients | None = None
@@ -233,7 +243,8 @@ class Books:
                 event = self._mechanism.event_between(start, stop)
                 block = Block(name, start - self._first, stop - self._first)
                 self._spend.charge(event, block=block)
-                _log.info("run %s: charged private steps %d to %d", name, start + 1, stop)
+                if not is_silent.get():
+                    _log.info("run %s: charged private steps %d to %d", name, start + 1, stop)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint after block number `block` if one is due."""
@@ -267,6 +278,140 @@ class Books:
         """Unlocks the run folder; an unfinished run can be resumed."""
         if self._folder is not None:
             self._folder.close()
+
+
+class SharedBooks:
+    """The books of a run of several processes: process 0 keeps them, and the others wait for it.
+
+    Process 0 alone charges the caller's ledger or budget and writes checkpoints. The others learn
+    of each charge before they compute, and of each checkpoint before they yield; each also charges
+    a ledger in memory, which so says what was spent.
+
+    Args:
+        books: the books of this process.
+        group: the processes.
+        checkpoint: where process 0 keeps checkpoints, or None.
+    """
+
+    def __init__(self, books: Books, group: Group, checkpoint: Checkpoint | None):
+        self._own, self._group = books, group
+        self._every = None if checkpoint is None else checkpoint.every
+        self.seeds = books.seeds
+
+    @classmethod
+    def open(
+        cls,
+        group: Group,
+        mechanism: Mechanism,
+        private: PrivateData | PrivateClients,
+        **options: Any,
+    ) -> "SharedBooks":
+        """Opens the books on process 0, as `Books.open` does, and a copy of them elsewhere."""
+        checkpoint = options["checkpoint"]
+        if group.is_first:
+            return cls(Books.open(mechanism, private, **options), group, checkpoint)
+        ledger = options["spend"] or Ledger(mechanism.adjacency)
+        own = Books(mechanism, ledger, seeds=options["seeds"], first=options["first"])
+        return cls(own, group, checkpoint)
+
+    def verified(self, configuration: Callable[[bytes | None], Mapping[str, str]]) -> list[int]:
+        """Returns the seeds of the runs' randomness: those of process 0.
+
+        Before, all processes compare what they are about to run. With a checkpoint, process 0 also
+        compares it, and a fingerprint of every process's records, with the run that is resumed.
+
+        Args:
+            configuration: given the key of the fingerprints, or None to leave out the private
+                records, returns what decides what the run computes.
+
+        Raises:
+            ValueError: if processes differ.
+            CheckpointError: if anything differs from the run that is to be resumed.
+        """
+        key = self._group.from_first(self._own.key.hex() if self._own.key else None)
+        described = dict(configuration(None if key is None else bytes.fromhex(key)))
+        records = described.pop(PRIVATE_RECORDS, None)
+        self._group.compare(
+            described
+            | checkpoints.surroundings(self.seeds)
+            | {"source of mirrordp": source_digest(), "checkpoint every": str(self._every)}
+        )
+        if records is not None:
+            described |= {
+                f"{PRIVATE_RECORDS} of process {number}": found
+                for number, found in enumerate(self._group.gather(records))
+            }
+        described["number of processes"] = str(self._group.count)
+        entropies: list[int] = []
+        if self._group.is_first:
+            found = self._own.verified(lambda _: described)
+            entropies = [secrets.randbits(128) if each is None else int(each) for each in found]
+        return [int(each) for each in self._group.from_first([str(each) for each in entropies])]
+
+    def batches(
+        self, num_records: int, generators: Sequence[np.random.Generator | SecureRandom]
+    ) -> list[Iterator[np.ndarray]]:
+        """Returns each run's batches, of the records of all processes."""
+        return self._own.batches(num_records, generators)
+
+    def begin(
+        self, state: PyTree, batches: Sequence[Iterator[np.ndarray]] = ()
+    ) -> tuple[PyTree, Kept | None]:
+        """Returns the state to start from, as process 0 has it on disk, and where it stands."""
+        host, kept = on_host(state), None
+        if self._group.is_first:
+            host, kept = self._own.begin(host, batches)
+        position = None
+        if kept is not None:
+            shown = {name: (str(a.dtype), a.tolist()) for name, a in kept.shown.items()}
+            position = [kept.step, list(kept.charged_steps), shown]
+        position = self._group.from_first(position)
+        if position is None:
+            return state, None
+        if not self._group.is_first:
+            step, charged, shown = position
+            arrays = {name: np.asarray(a, dtype) for name, (dtype, a) in shown.items()}
+            kept = Kept(step, tuple(charged), arrays)
+            for draws, count in zip(batches, charged, strict=bool(batches)):
+                for _ in range(count):
+                    next(draws)
+            self._own.charge([0] * len(charged), charged)
+        return from_first(host), kept
+
+    def claim(self) -> None:
+        """Notes the seeds with the budget of process 0."""
+        self._own.claim()
+
+    def charge(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Charges steps; returns on no process before it is done on process 0."""
+        if self._group.is_first:
+            self._own.charge(before, after)
+        charged = self._group.from_first([int(count) for count in after])
+        assert charged == [int(count) for count in after], "the processes are in different steps"
+        if not self._group.is_first:
+            self._own.charge(before, after)
+
+    def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
+        """Writes a checkpoint if one is due; returns on no process before it is on disk."""
+        if self._every is None or not (is_last or (block + 1) % self._every == 0):
+            return
+        host = on_host(state)
+        if self._group.is_first:
+            self._own.keep(host, kept, block, is_last=is_last)
+        self._group.from_first(kept.step)
+
+    def finish(self) -> None:
+        """Removes the secrets of a run once all processes have come to its end."""
+        self._group.gather("done")
+        self._own.finish()
+
+    def close(self) -> None:
+        """Unlocks the run folder; an unfinished run can be resumed."""
+        self._own.close()
+
+
+PRIVATE_RECORDS = "private data"
+"""The name of what a configuration says about the private records."""
 
 
 def run_names(name: str, count: int) -> list[str]:
@@ -313,6 +458,20 @@ def check_spend(
                 "a run with a checkpoint needs a ledger that survives a crash, got one in memory. "
                 "Use FileLedger, or leave spend out for one in the checkpoint's folder."
             )
+
+
+def check_shared(group: Group, mechanism: Mechanism, spend: Ledger | Budget | None) -> None:
+    """Refuses what several processes cannot do together."""
+    if mechanism.is_secure:
+        raise ValueError(
+            "secure noise is drawn by one process from its operating system, got a run of "
+            f"{group.count} processes. Use GaussianNoise(), or one process with several devices."
+        )
+    if not group.is_first and isinstance(spend, FileLedger | Budget):
+        raise ValueError(
+            "process 0 alone keeps the ledger of a run, got a file in process "
+            f"{group.index} too. Pass spend=... if jax.process_index() == 0 else None."
+        )
 
 
 def require_repeatable(mechanism: Mechanism) -> None:

@@ -23,6 +23,7 @@ from mirrordp.data import (
     PublicData,
     excluded_rows,
     have_same_structure,
+    read_rows,
     require_private,
     require_public,
 )
@@ -180,6 +181,8 @@ class TrainStep:
 
     def take(self, records: Batch, numbers: Any) -> Batch:
         """Returns the rows of these numbers, on the host or on the device."""
+        if isinstance(numbers, np.ndarray):
+            return read_rows(records, numbers.clip(0))
         return jax.tree.map(lambda leaf: leaf[numbers.clip(0)], records)
 
     def init(self, params: Params, key: jax.Array) -> TrainState:

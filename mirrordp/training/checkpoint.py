@@ -42,6 +42,7 @@ from mirrordp._warn import warn
 from mirrordp.privacy import _isolation, _jaxprs
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.noise import GaussianNoise
+from mirrordp.privacy.sampling import DRAWS
 from mirrordp.spending import files as _files, fingerprint as _fingerprint
 from mirrordp.spending.budget import LEDGER_FILE, Budget
 from mirrordp.spending.files import StorageError
@@ -244,14 +245,8 @@ class RunFolder:
         """
         described = {
             **configuration,
-            **{f"version of {name}": version for name, version in library_versions().items()},
+            **surroundings(seeds),
             "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
-            "seed": ", ".join(
-                "from the operating system" if seed is None else str(operator.index(seed))
-                for seed in seeds
-            ),
-            # The noise of a key also depends on settings of JAX (jax_threefry_partitionable).
-            "noise of a key": _noise_program(),
             # The rounding of a matrix product depends on how it is divided among threads.
             _PROCESSORS: str(_num_processors()),
             _IS_RARE: str(self._checkpoint.every > 1),
@@ -358,6 +353,20 @@ class RunFolder:
             f"({error.strerror or error}). Make room or give access; a run that had begun can then "
             "be resumed from the checkpoint before."
         ) from error
+
+
+def surroundings(seeds: Sequence[int | None]) -> dict[str, str]:
+    """Returns what decides a run beside its arguments: versions, seeds, and ways of drawing."""
+    return {
+        **{f"version of {name}": version for name, version in library_versions().items()},
+        "seed": ", ".join(
+            "from the operating system" if seed is None else str(operator.index(seed))
+            for seed in seeds
+        ),
+        "way of drawing batches": DRAWS,
+        # The noise of a key also depends on settings of JAX (jax_threefry_partitionable).
+        "noise of a key": _noise_program(),
+    }
 
 
 def is_unfinished(folder: str | os.PathLike[str]) -> bool:

@@ -28,6 +28,7 @@ import optax
 
 from mirrordp import _validate
 from mirrordp.data import Overlap
+from mirrordp.data.sources import in_memory, on_disk
 from mirrordp.privacy.clipping import example_key, example_of, with_key
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import interruptible
@@ -37,7 +38,14 @@ from mirrordp.spending import fingerprint as _fingerprint
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
 from mirrordp.training import checkpoint as checkpoints
-from mirrordp.training.bookkeeping import Books, Kept, check_spend
+from mirrordp.training.bookkeeping import (
+    PRIVATE_RECORDS,
+    Books,
+    Kept,
+    SharedBooks,
+    check_shared,
+    check_spend,
+)
 from mirrordp.training.checkpoint import Checkpoint
 from mirrordp.training.placement import (
     Layout,
@@ -46,6 +54,7 @@ from mirrordp.training.placement import (
     placement_for,
     rows_per_shard,
 )
+from mirrordp.training.processes import Group, on_host
 from mirrordp.training.step import (
     Private,
     PrivateSum,
@@ -70,6 +79,10 @@ Alpha = float | Sequence[float] | AlphaSchedule
 # Enough to hide the host behind the device, few enough that idle passes do not cost much.
 _MAX_PASSES_PER_CALL = 50
 
+# Streamed records of one compiled call, in bytes, unless one pass alone has more. Three calls have
+# theirs in memory at a time: one computes, one waits, and one is being read.
+_MAX_STREAMED = 2**27
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -77,8 +90,9 @@ class TrainOptions:
 
     Args:
         steps_per_call: how many steps lie between two yields; by default what suits the step.
-        stream: keeps private records in host memory and sends them pass by pass, prepared while the
-            device computes; by default only if they do not fit on the device.
+        stream: keeps private records in host memory or on disk and sends them pass by pass, read
+            while the device computes; by default if they are on disk (memory maps and other
+            sources) or do not fit on the device.
         overlap: what happens to private records that are public too. Rows of another structure
             (with `public_loss_fn`) are not compared; users are compared by name.
         shards: the number of parts into which private records are cut, one or more for each device
@@ -130,7 +144,7 @@ def train(
     checkpoint: Checkpoint | None = None,
     state: State | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    options: TrainOptions = TrainOptions(),  # noqa: B008
+    options: TrainOptions = TrainOptions(),
 ) -> Iterator[tuple[Any, TrainInfo]]:
     """Trains under the guarantee of `step.mechanism`; yields `(state, info)` every few steps.
 
@@ -233,6 +247,19 @@ class _Plan(NamedTuple):
     is_sweep: bool
     placement: Placement | None = None
     layout: Layout | None = None
+    group: Group | None = None
+    counts: Sequence[int] = ()  # the number of private records of each process
+
+    @property
+    def first(self) -> int:
+        """The number of the first private record of this process among those of all."""
+        return 0 if self.group is None else sum(self.counts[: self.group.index])
+
+    def local(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the numbers of records of this process as it numbers them itself."""
+        if self.first == 0:
+            return numbers
+        return np.where(numbers == PADDING, PADDING, numbers - self.first)
 
     @property
     def may_skip(self) -> bool:
@@ -249,30 +276,54 @@ class _Plan(NamedTuple):
             size = self.layout.size
         per_step = -(-capacity // size)
         wanted = self.steps_per_call * per_step
-        calls = -(-wanted // _MAX_PASSES_PER_CALL)
+        most = _MAX_PASSES_PER_CALL
+        if self.stream:
+            shards = 1 if self.placement is None else self.placement.shards
+            per_pass = len(self.runs) * shards * size * self._record_bytes
+            most = max(1, min(most, _MAX_STREAMED // max(1, per_pass)))
+        calls = -(-wanted // most)
         return -(-wanted // calls)
+
+    @property
+    def _record_bytes(self) -> int:
+        """The size of one record as `Step.take` returns it, padding included."""
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            self.step.records(self.private),
+        )
+        one = jax.eval_shape(self.step.take, like, jax.ShapeDtypeStruct((1,), jnp.int32))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
 
     def on_device(self) -> tuple[PyTree | None, PyTree | None]:
         """Private records unless they are streamed, and public records."""
         private = None if self.stream else self.step.records(self.private)
         public = None if self.public is None else self.step.records(self.public)
         if self.placement is None or self.layout is None:
-            return jax.device_put((private, public))
+            return jax.device_put((in_memory(private), public))
         if private is not None:
-            private = self.placement.put_records(self.step, private, self.layout)
-        return private, jax.device_put(public, self.placement.named())
+            private = self.placement.put_records(self.step, private, self.layout, self.group)
+        return private, self.placement.put(public)
 
     def passes(self, draw: np.ndarray, *salt: int) -> np.ndarray:
         """Returns the records of one draw by pass, and by shard if there are several.
 
-        Records that are left out become padding where they are, so that no other record moves.
+        Records that are left out become padding where they are, so that no other record moves. Of
+        several processes, each knows how many passes all shards need, and gets its own shards.
         """
         order = functools.partial(self.step.ordered, private=self.private)
-        if self.layout is None:
+        if self.layout is None or self.placement is None:
             rows = passes(order(draw), self.step.pass_size)
-        else:
+        elif self.group is None:
             rows = self.layout.passes(draw, order, *salt)
-        return np.where((rows != PADDING) & self.excluded[rows], PADDING, rows)
+        else:
+            rows = self.layout.passes(draw, self._order_own, *salt)[:, self.placement.own_shards]
+        return np.where((rows != PADDING) & self.excluded[self.local(rows)], PADDING, rows)
+
+    def _order_own(self, numbers: np.ndarray) -> np.ndarray:
+        """Orders records of one shard; those of other processes stay as they are."""
+        if len(numbers) == 0 or not 0 <= numbers[0] - self.first < len(self.private):
+            return numbers
+        return self.step.ordered(numbers - self.first, self.private) + self.first
 
     def block(self, start: int) -> np.ndarray:
         """α of the steps of one block."""
@@ -300,20 +351,51 @@ def start(
     budget may refuse; only then are private records compared with public ones.
     """
     _check_kinds(step, options)
-    check_spend(step.mechanism, spend, checkpoint)
+    placement = placement_for(mesh, options.shards)
+    group = None
+    if placement is not None and placement.spans_processes:
+        group = Group()
+    with contextlib.nullcontext() if group is None else group.telling():
+        return _start(
+            step, params, private, public, runs, placement, group, num_steps=num_steps, spend=spend,
+            checkpoint=checkpoint, options=options, given=given, is_sweep=is_sweep,
+        )  # fmt: skip
+
+
+def _start(
+    step: Step,
+    params: Params,
+    private: Private,
+    public: Public | None,
+    runs: Sequence[SweepRun],
+    placement: Placement | None,
+    group: Group | None,
+    *,
+    num_steps: int | None,
+    spend: Ledger | Budget | None,
+    checkpoint: Checkpoint | None,
+    options: TrainOptions,
+    given: State | None,
+    is_sweep: bool,
+) -> Iterator[tuple[Any, list[TrainInfo]]]:
+    """Does what `start` says, with the devices and processes known."""
     mechanism = step.mechanism
+    if group is None or group.is_first:
+        check_spend(mechanism, spend, checkpoint)
     total = mechanism.num_steps if num_steps is None else num_steps
     _validate.positive_integer(num_steps=total)
     alphas = np.stack([schedules.evaluate(schedules.as_schedule(run.alpha), total) for run in runs])
     for row in alphas:
         check_charged_steps(row, mechanism)
-    placement = placement_for(mesh, options.shards)
     if placement is not None:
         placement.check(mechanism, len(private))
+    if group is not None:
+        check_shared(group, mechanism, spend)
     with on_mesh(placement):
         params = _placed(params, placement)
         step.check(params, private, public)
-        mechanism.check_num_examples(len(private))
+        counts = [len(private)] if group is None else group.gather(len(private))
+        mechanism.check_num_examples(sum(counts))
         needs_grad = needs_public_grad(step, params, has_public=public is not None)
         reads_public = needs_grad or bool((alphas < 1).any())
         if reads_public:
@@ -322,7 +404,10 @@ def start(
         starts = [_starting_point(step, params, run, placement) for run in runs]
         step = step.fitted(params, private)
     with on_mesh(placement), contextlib.ExitStack() as stack:
-        books = Books.open(
+        open_books = Books.open
+        if group is not None:
+            open_books = functools.partial(SharedBooks.open, group)
+        books = open_books(
             mechanism,
             private,
             num_steps=[int(count) for count in (alphas > 0).sum(axis=1)],
@@ -345,6 +430,8 @@ def start(
             stream=_streams(private, placement) if options.stream is None else options.stream,
             is_sweep=is_sweep,
             placement=placement,
+            group=group,
+            counts=counts,
         )
         entropies = books.verified(functools.partial(_configuration, plan, starts))
         random = [randomness(entropy, secure=mechanism.is_secure) for entropy in entropies]
@@ -364,10 +451,11 @@ def _layout(plan: _Plan, placement: Placement, entropy: int | None) -> Layout:
     step = plan.step
     return Layout.of(
         step.mechanism,
-        len(plan.private),
-        placement.shards,
+        plan.counts,
+        placement.shards_of_processes,
         size=min(step.pass_size, rows_per_shard(step.mechanism, placement.shards)),
         entropy=secrets.randbits(128) if entropy is None else entropy,
+        first=plan.first,
     )
 
 
@@ -546,7 +634,9 @@ def _scan_passes(
         return found, info
 
     (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
-    return state if placement is None else placement.kept(state), partial_sum, infos
+    if placement is not None:
+        state, infos = placement.kept(state), placement.seen(infos)
+    return state, partial_sum, infos
 
 
 @functools.partial(jax.jit, static_argnames=("step", "may_skip", "needs_public_grad", "placement"))
@@ -573,11 +663,14 @@ def _generate(
     starts: Sequence[_Start],
     given: State | None,
     random: Sequence[tuple[np.random.Generator | SecureRandom, Keys]],
-    books: Books,
+    books: Books | SharedBooks,
 ) -> Iterator[tuple[Any, list[TrainInfo]]]:
     step, total = plan.step, plan.alphas.shape[1]
-    with contextlib.closing(books):
-        batches = books.batches(len(plan.private), [rng for rng, _ in random])
+    telling = contextlib.nullcontext()
+    if plan.group is not None:
+        telling = plan.group.telling(is_running=True)
+    with contextlib.closing(books), telling:
+        batches = books.batches(sum(plan.counts), [rng for rng, _ in random])
         keys = _stacked([keys for _, keys in random])
         placement, make = plan.placement, functools.partial(_first_state, step)
         if placement is not None:
@@ -587,6 +680,8 @@ def _generate(
         partial_sum = _stacked([step.zero_sum(states[0])] * len(states))
         if placement is not None:
             partial_sum = placement.put_sum(partial_sum, is_stacked=len(states) > 1)
+            if placement.spans_processes:
+                keys = placement.put(keys)
         begin = 0
         if given is None:
             state, kept = books.begin(_stacked(states), batches)
@@ -603,19 +698,25 @@ def _generate(
         charged = (plan.alphas[:, :begin] > 0).sum(axis=1)
         state = _in_place(placement, state, len(states))
         arrays = plan.on_device()
-        for start, calls in _prepared_blocks(plan, batches, begin):
+        calls = _prepared_calls(plan, batches, begin)
+        for start in range(begin, total, plan.steps_per_call):
             block = plan.block(start)
             before, charged = charged, charged + (block > 0).sum(axis=1)
             books.charge(before, charged)
-            infos = []
+            infos, is_last = [], []
             with interruptible(), on_mesh(placement):
-                for inputs in calls:
+                for inputs in _until_end(calls):
+                    if plan.stream and infos:
+                        # Otherwise the records of all calls of a block would be in memory.
+                        jax.block_until_ready(infos[-1])
                     state, partial_sum, info = _run_passes(
                         step, plan.may_skip, plan.needs_public_grad, placement, state, partial_sum,
                         inputs, *arrays, keys,
                     )  # fmt: skip
                     infos.append(info)
-                info = _whole_steps(calls, infos)
+                    is_last.append(inputs.is_last)
+                    del inputs
+                info = _whole_steps(is_last, infos)
             shown = shown_arrays(info, unprivatized=step.show_unprivatized) | {"alpha": block}
             kept = Kept(start + block.shape[1], tuple(int(count) for count in charged), shown)
             books.keep(state, kept, start // plan.steps_per_call, is_last=kept.step == total)
@@ -665,29 +766,43 @@ def _infos(kept: Kept, num_steps: int, seeds: Sequence[int | None]) -> list[Trai
     ]
 
 
-def _prepared_blocks(
+def _prepared_calls(
     plan: _Plan, batches: Sequence[Iterator[np.ndarray]], begin: int
-) -> Iterator[tuple[int, list[_Passes]]]:
-    """Yields the first step of each block and its inputs, drawn while the device is still busy."""
+) -> Iterator[tuple[_Passes, bool]]:
+    """Yields the inputs of each call, and whether it ends a block of steps.
+
+    The next one is drawn, and its records are read, while the device is still busy.
+    """
     starts = range(begin, plan.alphas.shape[1], plan.steps_per_call)
-    if not starts:
-        return
+    calls = itertools.chain.from_iterable(_packed(plan, start, batches) for start in starts)
     executor = ThreadPoolExecutor(max_workers=1)
     is_finalizing = sys.is_finalizing  # at the end of the interpreter `sys` may be gone
     try:
-        upcoming = executor.submit(_packed, plan, starts[0], batches)
-        for start, following in itertools.zip_longest(starts, starts[1:]):
-            prepared = upcoming.result()
-            if following is not None:
-                upcoming = executor.submit(_packed, plan, following, batches)
-            yield start, prepared
+        upcoming = executor.submit(next, calls, None)
+        while (prepared := upcoming.result()) is not None:
+            upcoming = executor.submit(next, calls, None)
+            yield prepared
+            del prepared
     finally:
         # A run that was left unfinished may end with the interpreter, when no thread can be joined.
         executor.shutdown(wait=not is_finalizing())
 
 
-def _packed(plan: _Plan, start: int, batches: Sequence[Iterator[np.ndarray]]) -> list[_Passes]:
+def _until_end(calls: Iterator[tuple[_Passes, bool]]) -> Iterator[_Passes]:
+    """Yields the calls of one block of steps."""
+    for inputs, is_end in calls:
+        yield inputs
+        if is_end:
+            return
+
+
+def _packed(
+    plan: _Plan, start: int, batches: Sequence[Iterator[np.ndarray]]
+) -> Iterator[tuple[_Passes, bool]]:
     """Draws the batches of a block of steps and lays them out as calls of one fixed shape.
+
+    Yields the calls one by one, since their records may need much memory, and whether each is the
+    last of the block.
 
     Several runs go in step: where one needs a further pass, the others pad. Where one call does not
     have enough passes, another one is filled up with idle passes.
@@ -712,35 +827,37 @@ def _packed(plan: _Plan, start: int, batches: Sequence[Iterator[np.ndarray]]) ->
         lengths.append(rows.shape[1])
     is_last = np.zeros(sum(lengths), bool)
     is_last[np.cumsum(lengths) - 1] = True
-    idle = -len(is_last) % plan.passes_per_call
+    per_call = plan.passes_per_call
+    idle = -len(is_last) % per_call
     is_last = np.pad(is_last, (0, idle))
     alpha = np.pad(np.repeat(alphas, lengths, axis=1), ((0, 0), (0, idle)))
     all_numbers = np.concatenate(numbers, axis=1)
     rest = ((0, 0),) * (all_numbers.ndim - 2)
     all_numbers = np.pad(all_numbers, ((0, 0), (0, idle), *rest), constant_values=PADDING)
     host = step.records(plan.private) if plan.stream else None
-    calls = []
-    for first in range(0, len(is_last), plan.passes_per_call):
-        part = slice(first, first + plan.passes_per_call)
+    for first in range(0, len(is_last), per_call):
+        part = slice(first, first + per_call)
         rows = all_numbers[:, part]
-        batch = None if host is None else step.take(host, rows)
+        batch = None if host is None else step.take(host, plan.local(rows))
         places = None
         if plan.placement is not None and plan.layout is not None:
-            places = plan.layout.places(rows, plan.placement.devices)
+            if host is None:
+                places = plan.layout.places(rows, plan.placement.devices)
             rows, places, batch = plan.placement.put_inputs((rows, places, batch))
+        weights = alpha[:, part]
         # `is_last` stays on the host: it also says which results are those of a whole step.
-        rows, places, batch, weights = jax.device_put((rows, places, batch, alpha[:, part]))
-        calls.append(_Passes(rows, places, batch, weights, is_last[part]))
-    return calls
+        if plan.group is None:
+            rows, places, batch, weights = jax.device_put((rows, places, batch, weights))
+        yield _Passes(rows, places, batch, weights, is_last[part]), part.stop >= len(is_last)
 
 
-def _whole_steps(calls: Sequence[_Passes], infos: Sequence[StepInfo]) -> StepInfo:
+def _whole_steps(is_last: Sequence[np.ndarray], infos: Sequence[StepInfo]) -> StepInfo:
     """Returns what the last passes of the steps report, as arrays [runs, steps]."""
 
     def of_steps(*leaves: Any) -> np.ndarray:
         kept = [
-            np.atleast_2d(np.asarray(leaf))[:, call.is_last]
-            for call, leaf in zip(calls, leaves, strict=True)
+            np.atleast_2d(np.asarray(leaf))[:, last]
+            for last, leaf in zip(is_last, leaves, strict=True)
         ]
         return np.concatenate(kept, axis=-1)
 
@@ -753,31 +870,37 @@ def _whole_steps(calls: Sequence[_Passes], infos: Sequence[StepInfo]) -> StepInf
 _MAPPED = 2
 
 
-def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[str, str]:
-    """Returns everything that decides what the run computes, in words or as a fingerprint."""
+def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> dict[str, str]:
+    """Returns everything that decides what the run computes, in words or as a fingerprint.
+
+    Args:
+        plan: what is to run.
+        starts: where the runs begin.
+        key: the key of the fingerprints; None leaves out the private records, which would have to
+            be read.
+    """
+    has_records, key = key is not None, key or b"no secret"
+    kinds = {}
+    if plan.group is not None:
+        starts = on_host(starts)
+        arrays = jax.tree_util.tree_leaves_with_path(plan.private.arrays)
+        kinds = {
+            f"private{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape[1:])}"
+            for path, leaf in arrays
+        }
     # What lies on several devices would be part of the text of a program.
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type),
         plan.params,
     )
     step, placement = plan.step, plan.placement
-    part = step.trainable.part(params)
-    optimizer = optax.with_extra_args_support(step.optimizer)
-    extra_args = {} if plan.public is None else {"public_grad": part}
     programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
     names = [f.name for f in dataclasses.fields(step) if f.name not in programs]  # pyright: ignore[reportArgumentType]
     records = step.records(plan.private)
     described = {
         **checkpoints.fields("mechanism", step.mechanism),
-        "loss_fn": _described_loss("loss_fn", step, step.loss_fn, params, plan.private),
-        "optimizer": checkpoints.program(
-            "optimizer",
-            lambda *args: optimizer.update(*args[:-1], **args[-1]),
-            part,
-            jax.eval_shape(optimizer.init, part),
-            part,
-            extra_args,
-        ),
+        "loss_fn": described_loss("loss_fn", step, step.loss_fn, params, plan.private),
+        "optimizer": described_optimizer(step, params, has_public=plan.public is not None),
         "starting parameters": _fingerprint.of_arrays(key, [tuple(start) for start in starts]),
         **{name: str(getattr(step, name)) for name in names},
         "alpha": checkpoints.outline(plan.alphas),
@@ -788,20 +911,36 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes) -> dict[st
         if placement is None
         else placement.described(plan.params),
         "form of the private data": str(jax.tree.structure(records)),
-        "private data": _fingerprint.of_arrays(key, (records, plan.excluded)),
+        **kinds,
     }
+    if has_records:
+        described[PRIVATE_RECORDS] = _fingerprint.of_arrays(key, (records, plan.excluded))
     if plan.public is not None:
         loss_fn = step.public_loss_fn or step.loss_fn
         public = step.records(plan.public)
         described |= {
             "form of the public data": str(jax.tree.structure(public)),
             "public data": _fingerprint.of_arrays(key, public),
-            "public_loss_fn": _described_loss("public_loss_fn", step, loss_fn, params, plan.public),
+            "public_loss_fn": described_loss("public_loss_fn", step, loss_fn, params, plan.public),
         }
     return described
 
 
-def _described_loss(
+def described_optimizer(step: Step, params: Params, *, has_public: bool) -> str:
+    """Returns the program of the optimiser's update as a hash."""
+    part = step.trainable.part(params)
+    optimizer = optax.with_extra_args_support(step.optimizer)
+    return checkpoints.program(
+        "optimizer",
+        lambda *args: optimizer.update(*args[:-1], **args[-1]),
+        part,
+        jax.eval_shape(optimizer.init, part),
+        part,
+        {"public_grad": part} if has_public else {},
+    )
+
+
+def described_loss(
     name: str, step: Step, loss_fn: LossFn, params: Params, data: Private | Public
 ) -> str:
     """Returns the program of a loss and of its gradient, mapped over examples, as a hash."""
@@ -823,7 +962,9 @@ def _described_loss(
 
 
 def _streams(private: Private, placement: Placement | None) -> bool:
-    """Returns whether a device's records take more than half of the memory of a device."""
+    """Returns whether records are on disk, or take more than half of the memory of a device."""
+    if on_disk(private.arrays):
+        return True
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     devices = 1 if placement is None else placement.devices

@@ -34,8 +34,10 @@ from mirrordp.data import (
     PublicClients,
     PublicData,
     excluded_users,
+    read_rows,
     require_private_clients,
 )
+from mirrordp.data.sources import on_disk
 from mirrordp.privacy import _isolation, accounting
 from mirrordp.privacy._convolutions import where_faster
 from mirrordp.privacy.clipping import (
@@ -292,7 +294,7 @@ class ClientArrays:
         # Row r of the result is row r − (its user's new start) of this user.
         shift = np.repeat(self.starts[users] - (ends - counts), counts)
         rows = shift + np.arange(len(shift))
-        arrays = jax.tree.map(lambda leaf: leaf[rows], self.arrays)
+        arrays = read_rows(self.arrays, rows)
         return ClientArrays(arrays, (ends - counts).astype(np.int32), counts, self.width)
 
 
@@ -309,9 +311,23 @@ def pad_users(users: ClientArrays, numbers: Any) -> UserBatch:
     safe = numpy.maximum(numbers, 0)
     counts = numpy.where(numbers == PADDING, 0, users.num_examples[safe])
     total = jax.tree.leaves(users.arrays)[0].shape[0]
-    rows = users.starts[safe][..., None] + numpy.arange(users.width)
+    places = numpy.arange(users.width)
+    rows = users.starts[safe][..., None] + places
+    if numpy is np and on_disk(users.arrays):
+        return UserBatch(_own_rows(users.arrays, rows, places < counts[..., None]), counts)
     rows = numpy.minimum(rows, total - 1)
     return UserBatch(jax.tree.map(lambda leaf: leaf[rows], users.arrays), counts)
+
+
+def _own_rows(arrays: Batch, rows: Any, is_own: Any) -> Batch:
+    """Returns rows that users own and zeros elsewhere: no local training looks at the others."""
+
+    def filled(own: np.ndarray) -> np.ndarray:
+        found = np.zeros((*rows.shape, *own.shape[1:]), own.dtype)
+        found[is_own] = own
+        return found
+
+    return jax.tree.map(filled, read_rows(arrays, rows[is_own]))
 
 
 def server_sgd(learning_rate: float = 1.0, momentum: float = 0.9) -> optax.GradientTransformation:

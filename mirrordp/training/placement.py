@@ -18,6 +18,12 @@ noise, may be compiled and so rounded differently.
 
 Parameters and the state of the optimiser stay as the caller has placed them, replicated or sharded
 over any axis of the mesh. All other axes are left to the compiler.
+
+The devices may belong to several processes (`mirrordp.training.processes`). Records are then
+numbered through all processes, in the order of the processes, and a process's records are cut into
+the shards of its own devices. Every process draws the same batches, of all records, from the same
+generator, and computes those of its own. So the run is the one that a single process would make of
+all records with the same shards, and how many passes a step needs is known everywhere.
 """
 
 import contextlib
@@ -25,10 +31,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -38,6 +45,7 @@ from mirrordp.data import UNPROTECTED
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PADDING, in_random_places, passes
+from mirrordp.training.processes import Group
 from mirrordp.training.step import PrivateSum, State, Step, Unprivatized, record_keys
 from mirrordp.types import Params, PyTree
 
@@ -71,11 +79,63 @@ class Placement:
         """Returns a place on the mesh; without arguments, a copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
+    @functools.cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The process of each device, or group of devices, that records are split over."""
+        devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(DATA_AXIS), 0)
+        return tuple(group.flat[0].process_index for group in devices.reshape(self.devices, -1))
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some devices belong to other processes."""
+        return len(set(self.owners)) > 1
+
+    @property
+    def shards_of_processes(self) -> list[int]:
+        """The number of shards of each process, in order."""
+        each = self.shards // self.devices
+        return [each * self.owners.count(owner) for owner in sorted(set(self.owners))]
+
+    @property
+    def own_shards(self) -> slice:
+        """The shards of this process."""
+        each = self.shards // self.devices
+        first = self.owners.index(jax.process_index())
+        return slice(each * first, each * (first + self.owners.count(jax.process_index())))
+
     # On the host: parameters, states and records are put in their places.
+
+    def put(self, tree: PyTree, shardings: PyTree | None = None) -> PyTree:
+        """Returns arrays in their places, by default a copy on every device.
+
+        All processes must hold the same arrays; nothing is sent between them.
+        """
+        if shardings is None:
+            shardings = jax.tree.map(lambda _: self.named(), tree)
+        if not self.spans_processes:
+            return jax.device_put(tree, shardings)
+
+        def placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                if not leaf.is_fully_addressable:
+                    if leaf.sharding == sharding:
+                        return leaf
+                    if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                        # The same place, on a mesh whose axes are of another type.
+                        parts = [shard.data for shard in leaf.addressable_shards]
+                        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+                    return jax.jit(lambda leaf: leaf, out_shardings=sharding)(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                    data = placed(jax.random.key_data(leaf), self.named(*sharding.spec))
+                    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            host = np.asarray(jnp.asarray(leaf))
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(placed, tree, shardings)
 
     def put_params(self, params: Params) -> Params:
         """Returns parameters as the caller has placed them, and replicated where nobody has."""
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, self._sharding_of(leaf)), params)
+        return self.put(params, jax.tree.map(self._sharding_of, params))
 
     def _sharding_of(self, leaf: Any) -> NamedSharding:
         sharding = getattr(leaf, "sharding", None)
@@ -99,12 +159,18 @@ class Placement:
         return f"{dict(self.mesh.shape)}, parameters in {specs}"
 
     def check(self, mechanism: Mechanism, num_records: int) -> None:
-        """Raises for a capacity that cannot be divided and for fewer records than shards."""
+        """Raises for a capacity that cannot be divided and for fewer records than shards.
+
+        Args:
+            mechanism: decides the capacity.
+            num_records: the number of private records of this process.
+        """
         rows_per_shard(mechanism, self.shards)
-        if num_records < self.shards:
+        own = self.own_shards
+        if num_records < own.stop - own.start:
             raise ValueError(
-                f"every shard needs a private record, got fewer records than {self.shards} shards. "
-                f"Use fewer devices. {UNPROTECTED}"
+                "every shard needs a private record, got fewer records than "
+                f"{own.stop - own.start} shards. Use fewer devices. {UNPROTECTED}"
             )
 
     def with_specs(self, state: State) -> "Placement":
@@ -139,6 +205,8 @@ class Placement:
         """Returns `make(*args)`, the state of one run, made where it shall lie."""
         tree = jax.tree.structure(jax.eval_shape(make, *args))
         shardings = [self.named(*spec) for spec in self.specs]
+        if self.spans_processes:
+            args = self.put(args, jax.tree.map(self._sharding_of, args))
         return jax.jit(make, out_shardings=jax.tree.unflatten(tree, shardings))(*args)
 
     def put_state(self, state: State, *, is_stacked: bool) -> State:
@@ -146,7 +214,7 @@ class Placement:
         leaves, tree = jax.tree.flatten(state)
         first = (None,) if is_stacked else ()
         shardings = [self.named(*first, *spec) for spec in self.specs]
-        return jax.tree.unflatten(tree, jax.device_put(leaves, shardings))
+        return jax.tree.unflatten(tree, self.put(leaves, shardings))
 
     def put_sum(self, total: PrivateSum, *, is_stacked: bool) -> PrivateSum:
         """Returns a sum of nothing for every device, in its place."""
@@ -155,31 +223,55 @@ class Placement:
 
         def of_devices(leaf: jax.Array) -> jax.Array:
             shape = (*leaf.shape[:axis], self.devices, *leaf.shape[axis:])
-            return jax.device_put(np.zeros(shape, leaf.dtype), sharding)
+            return self.put(np.zeros(shape, leaf.dtype), sharding)
 
         return jax.tree.map(of_devices, total)
 
-    def put_records(self, step: Step, records: PyTree, layout: "Layout") -> PyTree:
-        """Returns each device's own records on it, as arrays with an axis for devices first."""
-        parts = [step.part(records, members) for members in layout.of_devices(self.devices)]
+    def put_records(
+        self, step: Step, records: PyTree, layout: "Layout", group: Group | None = None
+    ) -> PyTree:
+        """Returns each device's own records on it, as arrays with an axis for devices first.
 
-        def stacked(*leaves: np.ndarray) -> jax.Array:
-            longest = max(len(leaf) for leaf in leaves)
-            shape = (len(leaves), longest, *leaves[0].shape[1:])
+        Args:
+            step: what is trained.
+            records: the records of this process.
+            layout: where they belong.
+            group: the processes, which agree on the length of the arrays; None if there is one.
+        """
+        first = self.owners.index(jax.process_index())
+        members = layout.of_devices(self.devices)[first:]
+        members = members[: self.owners.count(jax.process_index())]
+        parts = [step.part(records, numbers - layout.first) for numbers in members]
+        lengths = [len(leaf) for leaf in jax.tree.leaves(parts)]
+        lengths = np.reshape(lengths, (len(parts), -1)).max(axis=0).tolist()
+        if group is not None:
+            lengths = np.max(group.gather(lengths), axis=0).tolist()
+
+        def stacked(longest: int, *leaves: np.ndarray) -> jax.Array:
+            shape = (self.devices, longest, *leaves[0].shape[1:])
 
             def on_device(index: Any) -> np.ndarray:
-                own = leaves[index[0].start or 0]
+                own = leaves[(index[0].start or 0) - first]
                 # Fewer records than on other devices: the rest is never looked up.
                 extra = ((0, longest - len(own)), *((0, 0),) * (own.ndim - 1))
                 return np.pad(own, extra)[None]
 
             return jax.make_array_from_callback(shape, self.named(DATA_AXIS), on_device)
 
-        return jax.tree.map(stacked, *parts)
+        longest = jax.tree.unflatten(jax.tree.structure(parts[0]), lengths)
+        return jax.tree.map(stacked, longest, *parts)
 
     def put_inputs(self, inputs: PyTree) -> PyTree:
-        """Returns arrays with axes for runs, passes and shards where their shards are."""
-        return jax.device_put(inputs, self.named(None, None, DATA_AXIS))
+        """Returns arrays with axes for runs, passes and shards of this process in their places."""
+        sharding = self.named(None, None, DATA_AXIS)
+        if not self.spans_processes:
+            return jax.device_put(inputs, sharding)
+
+        def placed(leaf: np.ndarray) -> jax.Array:
+            shape = (*leaf.shape[:2], self.shards, *leaf.shape[3:])
+            return jax.make_array_from_process_local_data(sharding, leaf, shape)
+
+        return jax.tree.map(placed, inputs)
 
     # In the compiled program.
 
@@ -257,6 +349,10 @@ class Placement:
         shardings = [self.named(*spec) for spec in self.specs]
         return jax.tree.unflatten(tree, lax.with_sharding_constraint(leaves, shardings))
 
+    def seen(self, tree: PyTree) -> PyTree:
+        """Returns what the host reads, where every process can read it."""
+        return lax.with_sharding_constraint(tree, self.named()) if self.spans_processes else tree
+
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(
             function,
@@ -292,10 +388,17 @@ def placement_for(mesh: Mesh | None, shards: int | None) -> Placement | None:
     """Checks a mesh and the number of shards; None is one device and one shard.
 
     Raises:
-        ValueError: if the mesh has no axis of the name "data", if devices belong to other
-            processes, or if shards cannot be dealt to devices evenly.
+        ValueError: if the mesh has no axis of the name "data", if its devices are some of several
+            processes and not those of all, in order, or if shards cannot be dealt to devices
+            evenly.
     """
     if mesh is None:
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"this is one of {jax.process_count()} processes, so a run needs to be told its "
+                "devices, got mesh=None. Pass a mesh of jax.devices() to train with all processes "
+                "together, or one of jax.local_devices() to train here alone."
+            )
         mesh = Mesh(np.asarray(jax.devices()[:1]), (DATA_AXIS,))
     _validate.instance_of(Mesh, 'Use jax.make_mesh((8,), ("data",)).', mesh=mesh)
     if DATA_AXIS not in mesh.axis_names:
@@ -303,12 +406,7 @@ def placement_for(mesh: Mesh | None, shards: int | None) -> Placement | None:
             f"the mesh needs an axis {DATA_AXIS!r}, over which records are split, got the axes "
             f'{mesh.axis_names}. Use jax.make_mesh(({mesh.size},), ("data",)).'
         )
-    elsewhere = {device.process_index for device in mesh.devices.flat} - {jax.process_index()}
-    if elsewhere:
-        raise ValueError(
-            f"the mesh must consist of devices of this process, got devices of {len(elsewhere)} "
-            "others. Make it of jax.local_devices()."
-        )
+    _check_processes(mesh)
     devices = mesh.shape[DATA_AXIS]
     parts = devices if shards is None else shards
     if parts % devices:
@@ -322,6 +420,28 @@ def placement_for(mesh: Mesh | None, shards: int | None) -> Placement | None:
     # optimiser would have to say where its result shall lie.
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return Placement(auto, parts)
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Raises unless the devices are of this process, or of all processes and in their order."""
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA_AXIS), 0)
+    owners = [{device.process_index for device in np.ravel(group)} for group in groups]
+    if all(each == {jax.process_index()} for each in owners):
+        return
+    order = [min(each) for each in owners]
+    if any(len(each) > 1 for each in owners) or sorted(order) != order:
+        raise ValueError(
+            f"the axis {DATA_AXIS!r} must lie over the processes in their order, each of its "
+            f"places in one process, got {owners}. Make the mesh of jax.devices() in order, with "
+            "the other axes within a process."
+        )
+    everyone = set(range(jax.process_count()))
+    if set(order) != everyone or jax.process_index() not in everyone:
+        raise ValueError(
+            f"a mesh must consist of devices of this process, or of all {jax.process_count()} "
+            f"processes, got devices of the processes {sorted(set(order))}. Make it of "
+            "jax.local_devices() or of jax.devices()."
+        )
 
 
 def rows_per_shard(mechanism: Mechanism, shards: int) -> int:
@@ -360,16 +480,25 @@ class Layout:
         size: how many records of a shard one pass computes.
         shard: the shard that each record drew; None where shards are equal parts in order.
         entropy: under add-remove adjacency, decides the places of records within a pass.
+        first: the number of the first record of this process.
     """
 
     starts: np.ndarray
     size: int
     shard: np.ndarray | None = None
     entropy: int = 0
+    first: int = 0
 
     @classmethod
     def of(
-        cls, mechanism: Mechanism, num_records: int, shards: int, *, size: int, entropy: int
+        cls,
+        mechanism: Mechanism,
+        num_records: int | Sequence[int],
+        shards: int | Sequence[int],
+        *,
+        size: int,
+        entropy: int,
+        first: int = 0,
     ) -> "Layout":
         """Deals records to shards: in equal parts where their number is public, else at random.
 
@@ -379,16 +508,28 @@ class Layout:
 
         Args:
             mechanism: decides the adjacency.
-            num_records: the number of private records.
-            shards: the number of shards.
+            num_records: the number of private records, of each process if there are several.
+            shards: the number of shards, of each process if there are several.
             size: how many records of a shard one pass computes.
             entropy: the seed of the run, used under add-remove adjacency.
+            first: the number of the first record of this process.
         """
+        records, parts = np.atleast_1d(num_records), np.atleast_1d(shards)
         if mechanism.adjacency is not Adjacency.ADD_REMOVE:
-            return cls(np.arange(shards + 1) * num_records // shards, size)
-        shard = _generator(entropy).integers(shards, size=num_records)
-        starts = np.searchsorted(np.sort(shard), np.arange(shards + 1))
-        return cls(starts, size, shard, entropy)
+            begins = [0, *np.cumsum(records)]
+            cuts = [
+                begin + np.arange(part) * count // part
+                for begin, count, part in zip(begins, records, parts, strict=False)
+            ]
+            return cls(np.concatenate([*cuts, [begins[-1]]]), size, first=first)
+        rng = _generator(entropy)
+        drawn = [
+            rng.integers(p, size=n, dtype=np.int32) for n, p in zip(records, parts, strict=True)
+        ]
+        before = np.cumsum(parts) - parts
+        shard = np.concatenate([own + np.int32(b) for own, b in zip(drawn, before, strict=True)])
+        starts = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=parts.sum()))])
+        return cls(starts, size, shard, entropy, first)
 
     @functools.cached_property
     def _order(self) -> np.ndarray:

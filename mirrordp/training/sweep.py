@@ -39,7 +39,7 @@ def train_sweep(
     spend: Ledger | Budget | None = None,
     checkpoint: Checkpoint | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    options: TrainOptions = TrainOptions(),  # noqa: B008
+    options: TrainOptions = TrainOptions(),
 ) -> Iterator[tuple[Any, list[TrainInfo]]]:
     """Trains all `runs` together; yields `(states, infos)` every few steps.
 

@@ -1,0 +1,227 @@
+"""`mirrordp tune`."""
+
+import argparse
+import contextlib
+import importlib
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mirrordp.cli._common import (
+    UsageError,
+    add_command,
+    did_you_mean,
+    interruptible,
+    library_errors,
+    print_json,
+)
+
+_NEEDED = ("epsilon", "delta", "loss", "start", "private")
+_KNOWN = (
+    *_NEEDED,
+    *("public", "way", "score", "private_score", "runs", "optimizer", "seed", "budget"),
+    *("checkpoint", "title", "space", "step"),
+)
+_DISTRIBUTIONS = {"logarithmic": 0.0, "geometric": 1.0, "poisson": float("inf")}
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "tune",
+        _run,
+        "choose settings and train, as a file of settings says, at one total epsilon",
+        "tune --config experiment.toml --out tuned",
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="the settings, in TOML; see docs/tuning.md"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="a folder for the model and its report"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.config)
+    config = _read(path)
+    with library_errors("use smaller batches"):
+        import mirrordp
+        from mirrordp.spending.budget import Budget
+        from mirrordp.training.checkpoint import Checkpoint
+
+        folder = path.resolve().parent
+        with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
+            found = _Names(folder)
+            options: dict[str, Any] = {}
+            if "budget" in config:
+                options["spend"] = stack.enter_context(Budget.open(folder / config["budget"]))
+            if "checkpoint" in config:
+                options["checkpoint"] = Checkpoint(folder / config["checkpoint"], resume=True)
+            if "space" in config:
+                options["space"] = mirrordp.tuning.grid(**config["space"])
+            if "optimizer" in config:
+                options["optimizer"] = found(config["optimizer"], "optimizer")
+            public = config.get("public")
+            result = mirrordp.tune(
+                found(config["loss"], "loss"),
+                found(config["start"], "start"),
+                mirrordp.PrivateData(found.rows(config["private"], "private")),
+                None if public is None else mirrordp.PublicData(found.rows(public, "public")),
+                epsilon=config["epsilon"],
+                delta=config["delta"],
+                way=_way(config, found),
+                seed=config.get("seed"),
+                title=config.get("title", "A model tuned and trained with mirrordp"),
+                **options,
+                **config.get("step", {}),
+            )
+        _write(result, Path(arguments.out))
+    settings = None if result.settings is None else result.settings.to_dict()
+    if arguments.json:
+        print_json({"settings": settings, "score": result.score, "report": result.report.to_dict()})
+        return 0
+    if result.rehearsal is not None:
+        print(result.rehearsal)
+    print(f"Chosen: {'the start' if result.settings is None else result.settings}.")
+    print(result.report.statement())
+    print(f"Wrote model.npz, report.json and privacy_card.md to {arguments.out}/")
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"expected a file that can be read, got {str(path)!r} ({error.strerror}); check the "
+            "path."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"expected TOML in {str(path)!r}, got {error}; repair it.") from None
+    for name in config:
+        if name not in _KNOWN:
+            raise UsageError(
+                f"expected known settings in {str(path)!r}, got {name!r}"
+                f"{did_you_mean(name, _KNOWN)}; see docs/tuning.md."
+            )
+    for name in _NEEDED:
+        if name not in config:
+            raise UsageError(f"expected {name!r} in {str(path)!r}, got none; add it.")
+    for name in ("space", "step"):
+        if not isinstance(config.get(name, {}), Mapping):
+            raise UsageError(f"expected a table [{name}] in {str(path)!r}; write it as one.")
+    return config
+
+
+class _Names:
+    """Finds Python objects, written as "module:name", and files beside the settings."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __call__(self, text: Any, setting: str) -> Any:
+        """Returns the object that a text such as "model:loss_fn" names."""
+        module, colon, name = str(text).partition(":")
+        if not colon:
+            raise UsageError(f'expected {setting} = "module:name", got {text!r}; name a function.')
+        # The module of an experiment lies beside its settings.
+        sys.path.insert(0, str(self._folder))
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"expected {setting} = {text!r} to exist, got: {error}.") from None
+        finally:
+            sys.path.remove(str(self._folder))
+        return found
+
+    def rows(self, text: Any, setting: str) -> Any:
+        """Returns the rows of a file, or those that an object named "module:name" is or returns."""
+        import numpy as np
+
+        from mirrordp.data import parquet_rows
+
+        path = self._folder / str(text)
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                return dict(arrays)
+        if path.suffix == ".npy":
+            return np.load(path, mmap_mode="r")
+        if path.suffix == ".parquet":
+            return parquet_rows(path)
+        if ":" in str(text):
+            found = self(text, setting)
+            return found() if callable(found) else found
+        raise UsageError(
+            f'expected a file .npz, .npy or .parquet, or "module:name", for {setting}, got '
+            f"{text!r}; convert it."
+        )
+
+
+def _way(config: Mapping[str, Any], found: _Names) -> Any:
+    """Returns the way of searching."""
+    from mirrordp import tuning
+
+    names = ("free", "paid", "both")
+    name = config.get("way", "free")
+    if name not in names:
+        raise UsageError(
+            f"expected way = {', '.join(map(repr, names))}, got {name!r}"
+            f"{did_you_mean(str(name), names)}; choose one."
+        )
+    if "score" in config and "private_score" in config:
+        raise UsageError("expected score or private_score, got both; leave one of them out.")
+    public: Any = tuning.PublicScore()
+    if "score" in config:
+        public = tuning.PublicScore(found(config["score"], "score"))
+    if name == "free":
+        for other in ("runs", "private_score"):
+            if other in config:
+                raise UsageError(f"expected no {other} with way = 'free', got one; leave it out.")
+        return tuning.Free(public)
+    judge = public
+    if "private_score" in config:
+        judge = tuning.PrivateScore(found(config["private_score"], "private_score"))
+    default = tuning.Both().paid if name == "both" else tuning.Paid()
+    paid = tuning.Paid(_number_of_runs(config) or default.runs, judge)
+    return paid if name == "paid" else tuning.Both(tuning.Free(public), paid)
+
+
+def _number_of_runs(config: Mapping[str, Any]) -> Any:
+    from mirrordp.privacy.selection import NumberOfRuns
+
+    runs = config.get("runs")
+    if runs is None:
+        return None
+    table = runs if isinstance(runs, Mapping) else {"mean": runs}
+    shape = table.get("distribution", "logarithmic")
+    if set(table) - {"mean", "distribution"} or "mean" not in table or shape not in _DISTRIBUTIONS:
+        raise UsageError(
+            "expected runs = 10, or a table with its mean and a distribution "
+            f"({', '.join(_DISTRIBUTIONS)}), got {runs!r}; write it so."
+        )
+    return NumberOfRuns(table["mean"], _DISTRIBUTIONS[shape])
+
+
+def _write(result: Any, folder: Path) -> None:
+    """Writes the model and its report."""
+    import io
+
+    import jax
+    import numpy as np
+
+    from mirrordp.spending.files import write_atomically
+
+    leaves = jax.tree_util.tree_leaves_with_path(result.params)
+    arrays: dict[str, Any] = {
+        jax.tree_util.keystr(path) or "params": np.asarray(leaf) for path, leaf in leaves
+    }
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "model.npz", content.getvalue())
+    result.report.write(folder)

@@ -1,0 +1,314 @@
+"""The processes of one run: what they tell each other besides the clipped sum.
+
+Each process of `jax.distributed` holds records of its own, which never leave it. What goes between
+them, outside the compiled program, are short messages: how many records each holds, what each is
+about to run, the seed of the run, and that a block of steps is charged. They go through the store
+of JAX's coordinator, which process 0 hosts. Nothing of it is released, and nothing of it is
+protected: all processes belong to one operator, who trusts the network between them.
+
+A process that has ended is noticed by the others: at once where it takes part in a reduction, and
+otherwise because its sign of life stays away.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mirrordp.types import PyTree
+
+# Seconds. A process that compiles or reads still gives signs of life, from a thread of its own.
+_SIGN_EVERY = 2.0
+_SILENCE = 20.0
+_ARRIVAL = 600.0
+_POLL = 1.0
+
+_runs = itertools.count()
+_lost = threading.Event()
+
+
+class ProcessLost(RuntimeError):
+    """A run that cannot go on because one of its processes has ended or failed."""
+
+
+class Group:
+    """The processes of one run, as one of them sees the others.
+
+    All processes make the same calls in the same order.
+
+    Attributes:
+        index: the number of this process.
+        count: the number of processes.
+    """
+
+    def __init__(self):
+        self.index, self.count = jax.process_index(), jax.process_count()
+        self._client = _client()
+        self._name = f"mirrordp/{next(_runs)}"
+        self._messages = itertools.count()
+        self._began = time.monotonic()
+        self._signs: dict[int, tuple[str | None, float]] = {}
+        _give_signs(self._client, self.index)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the ledger and the checkpoints."""
+        return self.index == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all processes in their order; values are those that JSON knows.
+
+        Raises:
+            ProcessLost: if a process ended or failed before it gave its value.
+        """
+        place = f"{self._name}/{next(self._messages)}"
+        with _named_errors():
+            self._client.key_value_set(f"{place}/{self.index}", json.dumps(value))
+        return [
+            value if each == self.index else json.loads(self._wait(f"{place}/{each}", each))
+            for each in range(self.count)
+        ]
+
+    def from_first(self, value: Any) -> Any:
+        """Returns the value of process 0; the others need none."""
+        place = f"{self._name}/{next(self._messages)}/0"
+        if self.is_first:
+            with _named_errors():
+                self._client.key_value_set(place, json.dumps(value))
+            return value
+        return json.loads(self._wait(place, 0))
+
+    def _wait(self, place: str, sender: int) -> str:
+        while True:
+            try:
+                return self._client.blocking_key_value_get(place, int(1000 * _POLL))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                    raise _lost_because(error) from error
+            failed = _found(self._client, f"{self._name}/failed/{sender}")
+            if failed is not None:
+                raise ProcessLost(f"process {sender} stopped the run: {failed}")
+            self._check_sign(sender)
+
+    def _check_sign(self, sender: int) -> None:
+        sign, now = _found(self._client, _sign_of(sender)), time.monotonic()
+        last, since = self._signs.get(sender, (None, self._began))
+        if sign is not None and sign != last:
+            self._signs[sender] = (sign, now)
+        elif now - since > (_ARRIVAL if last is None else _SILENCE):
+            _lost.set()
+            raise ProcessLost(
+                f"process {sender} has given no sign of life for {now - since:.0f} seconds. "
+                f"{_ADVICE}"
+            )
+
+    @contextlib.contextmanager
+    def telling(self, *, is_running: bool = False) -> Iterator[None]:
+        """Tells the others of an error inside, and names the loss of a process as such.
+
+        Args:
+            is_running: whether the others may be waiting in a reduction, where only the end of this
+                process reaches them.
+        """
+        done = threading.Event()
+        if is_running:
+            threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise _lost_because(error) from error
+        except (ProcessLost, GeneratorExit):
+            raise
+        except BaseException as error:
+            if is_running:
+                _lost.set()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_set(
+                    f"{self._name}/failed/{self.index}", f"{type(error).__name__}: {error}"
+                )
+            raise
+        finally:
+            done.set()
+
+    def _watch(self, done: threading.Event) -> None:
+        """Ends this process if another one is silent, since a reduction may wait for it forever."""
+        signs: dict[int, tuple[str | None, float]] = {}
+        while not done.wait(_SIGN_EVERY):
+            for each in set(range(self.count)) - {self.index}:
+                try:
+                    sign = _found(self._client, _sign_of(each))
+                except ProcessLost:
+                    return
+                last, since = signs.get(each, (None, time.monotonic()))
+                if sign != last or each not in signs:
+                    signs[each] = (sign, time.monotonic())
+                elif time.monotonic() - since > _SILENCE and not done.is_set():
+                    print(
+                        f"ProcessLost: process {each} has given no sign of life for "
+                        f"{_SILENCE:.0f} seconds. {_ADVICE}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(1)
+
+    def compare(self, described: Mapping[str, str]) -> None:
+        """Raises on every process if processes are about to run different things.
+
+        Args:
+            described: what must be the same everywhere, by name.
+        """
+        every = self.gather(dict(described))
+        names = dict.fromkeys(name for each in every for name in each)
+        different = []
+        for name in names:
+            values = [each.get(name, "nothing") for each in every]
+            if len(set(values)) > 1:
+                is_long = max(map(len, values)) > 100 or _is_digest(values[0])
+                shown = ", ".join(f"{value} in process {n}" for n, value in enumerate(values[:4]))
+                different.append(name if is_long else f"{name} ({shown})")
+        if different:
+            raise ValueError(
+                "all processes of a run must be given the same, except for their own private "
+                f"records, got differences in: {'; '.join(different)}. Start the same program with "
+                "the same arguments everywhere; nothing was charged."
+            )
+
+
+_ADVICE = (
+    "The steps that were begun are charged. Start all processes again, with a checkpoint to go on "
+    "from where it stands."
+)
+
+
+def _lost_because(error: Exception) -> ProcessLost:
+    _lost.set()
+    text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return ProcessLost(f"the processes of the run lost each other ({text}). {_ADVICE}")
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise _lost_because(error) from error
+
+
+@atexit.register
+def _end_if_lost() -> None:
+    """Ends this process if others are gone, since JAX would wait minutes for them to say goodbye.
+
+    What was registered with `atexit` after this module was imported has run by now.
+    """
+    if _lost.is_set():
+        if jax.process_index() == 0:
+            # The coordinator ends with this process; the others shall hear the reason before.
+            time.sleep(3 * _POLL)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _client() -> Any:
+    # JAX has no public name for the store of its coordinator; Orbax uses this one too.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _found(client: Any, place: str) -> str | None:
+    try:
+        return client.key_value_try_get(place)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise _lost_because(error) from error
+
+
+def _sign_of(index: int) -> str:
+    return f"mirrordp/alive/{index}"
+
+
+_signing = threading.Lock()
+
+
+def _give_signs(client: Any, index: int) -> None:
+    """Starts the thread that tells the others that this process lives, once."""
+    if not _signing.acquire(blocking=False):
+        return
+
+    def run() -> None:
+        for number in itertools.count():
+            try:
+                client.key_value_set(_sign_of(index), str(number), allow_overwrite=True)
+            except jax.errors.JaxRuntimeError:
+                return
+            time.sleep(_SIGN_EVERY)
+
+    threading.Thread(target=run, name="mirrordp signs of life", daemon=True).start()
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def source_digest() -> str:
+    """Returns a hash of the source of this package."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# Arrays.
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Returns a tree of arrays that lie on devices of several processes as arrays of this process.
+
+    All processes call it together, since what is sharded is gathered.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = gathered(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.tree.map(gathered, tree)
+
+
+def from_first(tree: PyTree) -> PyTree:
+    """Returns process 0's arrays, given arrays of the same shapes; of this process, on the host."""
+
+    def received(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = received(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
+        host = np.asarray(leaf)
+        # As bytes: JAX broadcasts by a sum, which would lose the sign of a zero.
+        data = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        data = np.asarray(multihost_utils.broadcast_one_to_all(data))
+        return data.view(host.dtype).reshape(host.shape)
+
+    return jax.tree.map(received, tree)

@@ -1,0 +1,65 @@
+"""Candidates that follow from public rows and ε alone, for a search without any given settings.
+
+Batch size and number of steps come from `plan`, the clip norm from `public_clip_norm`, and the
+middle of three learning rates and one of two values of α from `public_learning_rate` and
+`public_alpha`. No private row is read.
+"""
+
+from mirrordp.data import PublicData
+from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.privacy.trainable import Trainable
+from mirrordp.tuning.planning import plan
+from mirrordp.tuning.rules import public_alpha, public_clip_norm, public_learning_rate
+from mirrordp.tuning.settings import Settings, grid
+from mirrordp.types import LossFn, Params, PyTree
+
+_AROUND = (0.3, 1.0, 3.0)
+
+
+def automatic_space(
+    loss_fn: LossFn,
+    params: Params,
+    public: PublicData,
+    *,
+    epsilon: float,
+    delta: float,
+    num_examples: int,
+    epochs: float = 20.0,
+    adjacency: Adjacency = Adjacency.ZERO_OUT,
+    trainable: PyTree | Trainable | None = None,
+) -> list[Settings]:
+    """Returns six candidates: three learning rates around the rule's, with α by rule and α = 1.
+
+    Args:
+        loss_fn: `loss_fn(params, example) -> scalar`.
+        params: where the private run begins.
+        public: the public rows.
+        epsilon: ε.
+        delta: δ.
+        num_examples: the number of private rows, which is public.
+        epochs: compute, in passes over the private rows.
+        adjacency: the neighbours.
+        trainable: as in `mirrordp.clipped_grad`.
+    """
+    chosen = plan(
+        epsilon=epsilon, delta=delta, num_examples=num_examples, epochs=epochs, adjacency=adjacency
+    ).chosen
+    clip_norm = public_clip_norm(loss_fn, params, public, trainable=trainable)
+    mechanism = Mechanism(
+        sampling=PoissonSampling.for_batch_size(chosen.batch_size, num_examples=num_examples),
+        l2_clip_norm=clip_norm,
+        noise_multiplier=chosen.noise_multiplier,
+        num_steps=chosen.num_steps,
+        adjacency=adjacency,
+    )
+    rate = public_learning_rate(loss_fn, params, public, mechanism, trainable=trainable)
+    alpha = public_alpha(loss_fn, params, public, mechanism, trainable=trainable)
+    return grid(
+        learning_rate=[factor * rate for factor in _AROUND],
+        l2_clip_norm=clip_norm,
+        batch_size=chosen.batch_size,
+        num_steps=chosen.num_steps,
+        alpha=sorted({1.0, round(alpha, 3)} - {0.0}),
+    )

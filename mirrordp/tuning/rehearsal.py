@@ -1,0 +1,264 @@
+"""A rehearsal of private runs on public rows, which costs no privacy.
+
+Some public rows play the private ones, others play the public ones, and the rest judges. A private
+step releases the mean clipped gradient of B rows with noise of standard deviation σC/B. With n' < n
+rows to play with, the rehearsal takes
+
+    B' = min(B, n'),     σ' = σ B'/B,
+
+so that C, the number of steps and the noise σ'C/B' on the mean gradient are those of the real run.
+If B' = B the rows of a batch vary as much as in the real run, too. What differs is that fewer rows
+are seen more often.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from mirrordp import _validate
+from mirrordp.data import PrivateData, PublicData, UnprotectedWarning
+from mirrordp.privacy.mechanism import Mechanism
+from mirrordp.privacy.noise import GaussianNoise
+from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.tuning.scores import PublicScore, check_score, example_scores, minus_loss
+from mirrordp.tuning.settings import Settings
+from mirrordp.tuning.trials import Makings, Trial, batched, trained
+
+_LEAST_ROWS = 20
+_FEW_JUDGES = 50
+_PLAY_PUBLIC = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """How candidates did on public rows, the best first.
+
+    Attributes:
+        settings: the candidates.
+        scores: the mean held-out score of each.
+        differences: by how much the best was better than each.
+        standard_errors: the standard error of each difference, over rows and repetitions.
+        num_rows: how many public rows played the private ones, played the public ones, and judged.
+        remarks: what limits the rehearsal, in sentences.
+    """
+
+    settings: tuple[Settings, ...]
+    scores: tuple[float, ...]
+    differences: tuple[float, ...]
+    standard_errors: tuple[float, ...]
+    num_rows: tuple[int, int, int]
+    remarks: tuple[str, ...]
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the best is better than the next by more than two standard errors."""
+        return len(self.settings) == 1 or self.differences[1] > 2 * self.standard_errors[1]
+
+    def narrowed(self, keep: int) -> list[Settings]:
+        """Returns at most `keep` candidates, none of them clearly worse than the best.
+
+        A difference of more than two standard errors counts as clear.
+        """
+        close = [
+            candidate
+            for candidate, difference, error in zip(
+                self.settings, self.differences, self.standard_errors, strict=True
+            )
+            if difference <= 2 * error
+        ]
+        return close[:keep]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{score:.4g} (best by {difference:.2g} ± {error:.2g}): {settings}"
+            for settings, score, difference, error in zip(
+                self.settings, self.scores, self.differences, self.standard_errors, strict=True
+            )
+        ]
+        return "\n".join([*lines, *self.remarks])
+
+
+def rehearse(
+    makings: Makings,
+    candidates: Sequence[Settings],
+    mechanism_of: Callable[[Settings], Mechanism],
+    *,
+    score: PublicScore,
+    repetitions: int,
+    show: Callable[[str], None],
+) -> Rehearsal:
+    """Rehearses every candidate, each repetition with rows dealt afresh.
+
+    Randomness comes from fixed seeds: nothing here is secret, and a search that is resumed
+    rehearses as before.
+
+    Args:
+        makings: what the runs have in common.
+        candidates: the settings to compare.
+        mechanism_of: the mechanism of the real run with given settings.
+        score: how a model is judged.
+        repetitions: how often each candidate is rehearsed.
+        show: called with a line of text on how far it is.
+    """
+    _validate.positive_integer(repetitions=repetitions)
+    public = makings.public
+    if public is None:
+        raise ValueError(
+            "a rehearsal needs public rows that are like the private ones, got none. Pass "
+            "public=..., or search with way=Paid(...)."
+        )
+    score_fn = score.score_fn or minus_loss(makings.loss_fn)
+    real = [mechanism_of(settings) for settings in candidates]
+    num_rows = _shares(len(public), score, has_public_role=makings.uses_public(candidates))
+    found = []
+    for repetition in range(repetitions):
+        parts = _dealt(public, num_rows, score, seed=repetition)
+        found.append(_rehearsed(makings, candidates, real, parts, score_fn, repetition))
+        best = max(scores.mean() for scores in found[-1])
+        show(f"rehearsal {repetition + 1} of {repetitions}: best held-out score {best:.4g}")
+    return _judged(candidates, real, np.asarray(found), num_rows)
+
+
+def _shares(rows: int, score: PublicScore, *, has_public_role: bool) -> tuple[int, int, int]:
+    """Returns how many rows play the private ones, play the public ones, and judge."""
+    judges = 0 if score.rows is not None else round(score.fraction * rows)
+    others = round(_PLAY_PUBLIC * rows) if has_public_role else 0
+    played = rows - judges - others
+    if rows < _LEAST_ROWS or played < 2:
+        raise ValueError(
+            f"a rehearsal needs at least {_LEAST_ROWS} public rows, some of which play the private "
+            f"ones, got {rows}. Bring more public rows, or search with way=Paid(...)."
+        )
+    return played, others, len(score.rows) if score.rows is not None else judges
+
+
+def _dealt(
+    public: PublicData, num_rows: tuple[int, int, int], score: PublicScore, *, seed: int
+) -> tuple[PrivateData, PublicData | None, PublicData]:
+    order = np.random.default_rng(seed).permutation(len(public))
+
+    def part(first: int, count: int) -> dict:
+        rows = np.sort(order[first : first + count])
+        return jax.tree.map(lambda leaf: leaf[rows], public.arrays)
+
+    played, others, judges = num_rows
+    return (
+        PrivateData(part(0, played)),
+        PublicData(part(played, others)) if others else None,
+        score.rows or PublicData(part(played + others, judges)),
+    )
+
+
+def _rehearsed(
+    makings: Makings,
+    candidates: Sequence[Settings],
+    real: Sequence[Mechanism],
+    parts: tuple[PrivateData, PublicData | None, PublicData],
+    score_fn: Callable,
+    repetition: int,
+) -> np.ndarray:
+    """Returns the held-out scores of every candidate, [candidates, rows]."""
+    played, others, judges = parts
+    params = makings.begin(others)
+    check_score(score_fn, params, judges)
+    # All candidates have the same batches and noise, as far as they can, for a fair comparison.
+    trials = [Trial(settings, seed=repetition) for settings in candidates]
+    found: dict[int, np.ndarray] = {}
+    with warnings.catch_warnings():
+        # Public rows may equal each other.
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        for numbers in batched(trials, makings.together):
+            mechanism = scaled(real[numbers[0]], len(played))
+            models = trained(
+                makings, mechanism, [trials[number] for number in numbers], params, played, others
+            )
+            for number, model in zip(numbers, models, strict=True):
+                scores = np.asarray(example_scores(score_fn, model, judges.arrays), np.float64)
+                # A model that diverged is worse than any other.
+                found[number] = np.where(np.isfinite(scores), scores, -np.inf)
+    return np.stack([found[number] for number in range(len(trials))])
+
+
+def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
+    """Returns the mechanism of a rehearsal with `num_rows` rows in the place of the private ones.
+
+    The noise on the mean gradient, σC/B, stays the same.
+    """
+    batch_size = mechanism.sampling.expected_batch_size
+    smaller = min(batch_size, num_rows)
+    return dataclasses.replace(
+        mechanism,
+        sampling=PoissonSampling.for_batch_size(smaller, num_examples=num_rows),
+        noise_multiplier=mechanism.noise_multiplier * smaller / batch_size,
+        noise=GaussianNoise(),
+        accountant=None,
+    )
+
+
+def _judged(
+    candidates: Sequence[Settings],
+    real: Sequence[Mechanism],
+    scores: np.ndarray,
+    num_rows: tuple[int, int, int],
+) -> Rehearsal:
+    """Orders the candidates by their scores, [repetitions, candidates, rows]."""
+    means = scores.mean(axis=(0, 2))
+    if not np.isfinite(means.max()):
+        raise ValueError(
+            "every candidate of the rehearsal diverged: no score was finite. Use smaller learning "
+            "rates."
+        )
+    order = np.argsort(-means, kind="stable")
+    best = scores[:, order[0]]
+    errors = [_standard_error(best, scores[:, number]) for number in order]
+    differences = means[order[0]] - means[order]
+    largest = max(mechanism.sampling.expected_batch_size for mechanism in real)
+    rehearsal = Rehearsal(
+        settings=tuple(candidates[number] for number in order),
+        scores=tuple(map(float, means[order])),
+        differences=tuple(map(float, differences)),
+        standard_errors=tuple(errors),
+        num_rows=num_rows,
+        remarks=(),
+    )
+    return dataclasses.replace(rehearsal, remarks=_remarks(rehearsal, largest))
+
+
+def _standard_error(best: np.ndarray, other: np.ndarray) -> float:
+    """Returns the standard error of a mean difference, [repetitions, rows], over both axes."""
+    if not np.isfinite(other).all():
+        return 0.0
+    differences = best - other
+    repetitions, rows = differences.shape
+    over_rows = differences.var(axis=1, ddof=1 if rows > 1 else 0).mean() / (repetitions * rows)
+    over_runs = 0.0
+    if repetitions > 1:
+        over_runs = differences.mean(axis=1).var(ddof=1) / repetitions
+    return math.sqrt(over_rows + over_runs)
+
+
+def _remarks(rehearsal: Rehearsal, largest_batch: float) -> tuple[str, ...]:
+    found = []
+    played, _, judges = rehearsal.num_rows
+    if played < largest_batch:
+        found.append(
+            f"the rehearsal has {played} rows to play the private ones and batches of "
+            f"{largest_batch:g} in the real run, so its batches vary more; bring more public rows, "
+            "or try smaller batches."
+        )
+    if judges < _FEW_JUDGES:
+        found.append(
+            f"only {judges} public rows judge the rehearsal, too few to tell settings apart; bring "
+            "more public rows, or search with way=Paid(...)."
+        )
+    if not rehearsal.is_sure:
+        found.append(
+            "the rehearsal cannot tell the best settings from the next: they differ by "
+            f"{rehearsal.differences[1]:.2g} with a standard error of "
+            f"{rehearsal.standard_errors[1]:.2g}."
+        )
+    return tuple(found)

@@ -1,0 +1,183 @@
+"""One process of runs of several, as the tests and the soak start it.
+
+    python -m tests.process_worker INDEX COUNT PORT '{"folder": ..., "cases": {...}}'
+
+Trains on its own part of the rows of `test_mesh`, case by case, and writes into the folder what
+each ended with, as `CASE-INDEX`: a result, or an error in one sentence.
+"""
+
+import functools
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+COUNT, DEVICES, STEPS = 2, 2, 6
+
+
+def main() -> None:
+    """Joins the others, trains, and leaves the results in the folder."""
+    index, count, port = map(int, sys.argv[1:4])
+    options = json.loads(sys.argv[4])
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_compilation_cache_dir", options["cache"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Before `train` is called, JAX alone notices that another process has ended.
+    jax.distributed.initialize(
+        f"localhost:{port}", count, index, initialization_timeout=40, heartbeat_timeout_seconds=30
+    )
+    folder = Path(options["folder"])
+    for name, case in options["cases"].items():
+        own = case | case.get(f"process {index}", {})
+        try:
+            result = trained(folder, index, count, own)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+            if options["is_alone"]:
+                raise
+        temporary = folder / f"{name}-{index}.part"
+        temporary.write_text(json.dumps(result))
+        os.rename(temporary, folder / f"{name}-{index}")
+
+
+def mechanism(case: dict):
+    """Returns the mechanism of a case."""
+    import mirrordp
+    from tests import tools
+
+    if case.get("adjacency") == "add-remove":
+        sampling = mirrordp.PoissonSampling(sampling_prob=0.3, expected_batch_size=12.0)
+        kind = {"sampling": sampling, "adjacency": mirrordp.Adjacency.ADD_REMOVE}
+    else:
+        kind = {"sampling": tools.poisson(capacity=case.get("capacity", 0))}
+    noise = case.get("noise", 1.0)
+    return tools.mechanism(num_steps=STEPS, noise_multiplier=noise, **kind)
+
+
+def begun(case: dict, rows, **options):
+    """Returns a run of a case on some rows."""
+    import mirrordp
+    from tests import test_mesh, tools
+
+    def loss(params, example):
+        return case.get("scale", 1.0) * test_mesh.loss(params, example)
+
+    return tools.train(
+        loss,
+        test_mesh.START,
+        mirrordp.PrivateData(rows),
+        mechanism=mechanism(case),
+        optimizer=tools.sgd(0.1),
+        steps_per_call=2,
+        stream=case.get("stream"),
+        seed=case.get("seed", 1),
+        **options,
+    )
+
+
+def trained(folder: Path, index: int, count: int, case: dict) -> dict:
+    """Returns the parameters, what was seen on the way, and what was charged."""
+    import mirrordp
+    from mirrordp.spending import FileLedger
+    from tests import test_mesh
+
+    rows = jax.tree.map(lambda leaf: np.array_split(leaf, count)[index], test_mesh.ROWS.arrays)
+    kind = case.get("dtype", "float32")
+    rows = jax.tree.map(lambda leaf: leaf[case.get("left out", 0) :].astype(kind), rows)
+    spend = mirrordp.Ledger(mechanism(case).adjacency)
+    if "ledger" in case:
+        path = folder / case["ledger"]
+        adjacency = mechanism(case).adjacency
+        spend = FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
+    elif index == 0 and "checkpoint" in case:
+        spend = None
+    checkpoint = None
+    if "checkpoint" in case:
+        path = folder / case["checkpoint"]
+        checkpoint = mirrordp.Checkpoint(path, every=case.get("every", 1), resume=True, keep=True)
+    try:
+        note_calls(folder / f"{case.get('log', 'log')}-{index}")
+        if "refuse" in case:
+            spend.charge = refuse  # pyright: ignore[reportOptionalMemberAccess]
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        run = begun(case, rows, mesh=mesh, spend=spend, checkpoint=checkpoint)
+        seen, params = [], {}
+        for state, info in run:
+            params = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes().hex(), state.params)
+            seen.append([info.step, info.charged_steps, info.noisy_grad_norm.tolist()])
+            if info.step == case.get("stop"):
+                run.close()  # pyright: ignore[reportAttributeAccessIssue]
+                break
+            time.sleep(case.get("pause", 0.0))
+    finally:
+        if isinstance(spend, FileLedger):
+            spend.close()
+    return {"params": params, "seen": seen, "charged": spend and str(spend.event)}
+
+
+def refuse(*args, **options) -> None:
+    """Stands in for a ledger whose disk is full."""
+    raise OSError("no space left")
+
+
+def note_calls(path: Path) -> None:
+    """Makes every compiled call note the last step that it is about to compute."""
+    from mirrordp.training import engine
+
+    real = inspect.unwrap(engine._run_passes, stop=lambda f: not hasattr(f, "noted"))
+
+    @functools.wraps(real)
+    def noted(*args):
+        steps = int(np.asarray(args[4].step)) + int(args[6].is_last.sum())
+        with open(path, "a") as file:
+            file.write(f"{steps}\n")
+        return real(*args)
+
+    noted.noted = True  # pyright: ignore[reportAttributeAccessIssue]
+    engine._run_passes = noted
+
+
+def start(folder: Path, cases: dict, cache: Path) -> list[subprocess.Popen]:
+    """Starts the processes, with their output in the folder."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = json.dumps(
+        {"folder": str(folder), "cases": cases, "cache": str(cache), "is_alone": len(cases) == 1}
+    )
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if "device_count" not in flag]
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(root)}
+    found = []
+    for index in range(COUNT):
+        with open(folder / f"output-{index}", "w") as output:
+            command = [sys.executable, "-m", "tests.process_worker"]
+            command += [str(index), str(COUNT), str(port), options]
+            found.append(
+                subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=root)
+            )
+    return found
+
+
+def finish(processes: list[subprocess.Popen], seconds: float) -> list[int]:
+    """Waits for processes that must end within some seconds; returns their exit codes."""
+    limit = time.monotonic() + seconds
+    try:
+        return [process.wait(max(0.0, limit - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()

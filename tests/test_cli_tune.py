@@ -1,0 +1,143 @@
+"""`mirrordp tune`."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mirrordp
+from mirrordp import cli
+from mirrordp.cli import tune
+from mirrordp.spending import Budget
+from mirrordp.tuning import NumberOfRuns, grid
+
+MODEL = """
+import jax.numpy as jnp
+
+start = {"w": jnp.zeros(2)}
+
+
+def loss_fn(params, example):
+    return 0.5 * (example["x"] @ params["w"] - example["y"]) ** 2
+
+
+def near(params, example):
+    return (jnp.abs(example["x"] @ params["w"] - example["y"]) < 0.5).astype(float)
+"""
+SETTINGS = """
+epsilon = 2.0
+delta = 1e-5
+loss = "NAME:loss_fn"
+start = "NAME:start"
+private = "private.npz"
+public = "public.npz"
+seed = 0
+"""
+SPACE = """
+[space]
+learning_rate = [0.05, 0.5]
+l2_clip_norm = 1.0
+batch_size = 300
+num_steps = 8
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An experiment with a module of its own name, since modules are imported once."""
+    rng = np.random.default_rng(0)
+    for name, count in (("private", 300), ("public", 200)):
+        x = rng.normal(size=(count, 2)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, y=x @ np.array([1.0, -2.0], np.float32))
+    (tmp_path / f"m_{tmp_path.name}.py").write_text(MODEL)
+    return tmp_path
+
+
+def run(folder, extra="", *, change=lambda text: text, options=()):
+    text = change((SETTINGS + extra).replace("NAME", f"m_{folder.name}"))
+    (folder / "experiment.toml").write_text(text)
+    words = ["tune", "--config", str(folder / "experiment.toml"), "--out", str(folder / "out")]
+    return cli.main([*words, *options])
+
+
+def test_free_search_writes_a_model_and_its_report(folder, capsys):
+    assert run(folder, SPACE) == 0
+    shown = capsys.readouterr().out
+    assert "learning_rate=0.5" in shown
+    assert "epsilon = 2" in shown or "epsilon = 1.9" in shown
+    with np.load(folder / "out" / "model.npz") as model:
+        weights = model["['w']"]
+    assert np.linalg.norm(weights - [1.0, -2.0]) < 1.0
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert report["epsilon"] <= 2.0
+    assert (folder / "out" / "privacy_card.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (
+            'way = "paid"\nruns = 2\nprivate_score = "NAME:near"\n',
+            "over 2 candidates, judged on private rows",
+        ),
+        (
+            'way = "both"\nruns = {mean = 2, distribution = "poisson"}\n',
+            "had narrowed the list",
+        ),
+    ],
+)
+def test_paid_search_is_charged_to_the_budget(folder, capsys, extra, said):
+    with np.load(folder / "private.npz") as rows:
+        private = mirrordp.PrivateData(dict(rows))
+    Budget.create(folder / "budget", epsilon=3.0, delta=1e-4, data=private).close()
+    extra = 'budget = "budget"\ncheckpoint = "secret"\n' + extra
+    assert run(folder, extra + SPACE, options=["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert said in found["report"]["tuning"]
+    assert 1.5 < found["report"]["epsilon"] <= 2.0
+    assert found["report"]["ledger"]["budget"]["used"] > 0.5
+    # What is left does not admit a second search.
+    assert run(folder, extra + SPACE) == 2
+    assert "budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace("epsilon", "epsilom"), "epsilom"),
+        (lambda text: text.replace("delta = 1e-5\n", ""), "'delta'"),
+        (lambda text: text + 'way = "fre"\n', "did you mean free"),
+        (lambda text: text.replace(":loss_fn", ":los_fn"), "los_fn"),
+        (lambda text: text.replace(":loss_fn", "_loss"), "module:name"),
+        (lambda text: text.replace("private.npz", "private.xlsx"), ".parquet"),
+        (lambda text: text.replace("private.npz", "nothing.npz"), "nothing.npz"),
+        (lambda text: text + "runs = 3\n", "way = 'free'"),
+        (lambda text: text + 'way = "paid"\nruns = {average = 3}\n', "mean"),
+        (lambda text: text + "space = 3\n", "[space]"),
+        (lambda text: text + "=", "TOML"),
+    ],
+)
+def test_bad_settings_end_with_one_line(folder, capsys, change, said):
+    assert run(folder, change=change) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (folder / "out").exists()
+
+
+def test_missing_file(tmp_path, capsys):
+    words = ["tune", "--config", str(tmp_path / "no.toml"), "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "no.toml" in capsys.readouterr().err
+
+
+def test_documented_settings_are_known():
+    page = Path(__file__).parent.parent / "docs" / "tuning.md"
+    (block,) = re.findall(r"```\n(epsilon = .*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    config = tomllib.loads(block)
+    assert set(config) <= set(tune._KNOWN)
+    assert tune._number_of_runs(config) == NumberOfRuns(5)
+    assert len(grid(**config["space"])) == 3

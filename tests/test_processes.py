@@ -1,0 +1,142 @@
+"""Several processes on this machine: the run of one process, one ledger, and one sentence."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mirrordp import Ledger
+from mirrordp.spending import FileLedger
+from tests import process_worker, test_mesh
+
+CASES = {
+    "plain": {},
+    "further": {"capacity": 8},
+    "streamed": {"stream": True},
+    "add-remove": {"adjacency": "add-remove"},
+    "seeds": {"process 1": {"seed": 2}},
+    "losses": {"process 1": {"scale": 2.0}},
+    "rows": {"process 1": {"left out": 1}},
+    "mechanisms": {"process 1": {"noise": 1.5}, "process 0": {"ledger": "refused.jsonl"}},
+    "kinds": {"process 1": {"dtype": "float16"}},
+    "two ledgers": {"process 0": {"ledger": "a.jsonl"}, "process 1": {"ledger": "b.jsonl"}},
+    "fresh": {"seed": None, "process 0": {"ledger": "fresh.jsonl"}},
+    "stopped": {"checkpoint": "run", "stop": 2},
+    "other": {"checkpoint": "run", "scale": 2.0},
+    "resumed": {"checkpoint": "run"},
+    # Last, since processes that lost each other in a run end without a goodbye.
+    "uncharged": {"log": "uncharged-log", "process 0": {"refuse": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All cases, one after the other in the same two processes, whose start takes the time."""
+    found = tmp_path_factory.mktemp("processes")
+    processes = process_worker.start(found, CASES, found / "cache")
+    process_worker.finish(processes, 150)
+    ends = [(found / f"uncharged-{index}").exists() for index in range(2)]
+    assert all(ends), (found / "output-0").read_text() + (found / "output-1").read_text()
+    return found
+
+
+def result(folder, name):
+    """What both processes ended with; all but the ledgers is the same."""
+    found = [json.loads((folder / f"{name}-{index}").read_text()) for index in range(2)]
+    assert [each.get("error") for each in found] == [None, None]
+    assert found[0]["params"] == found[1]["params"]
+    assert found[0]["seen"] == found[1]["seen"]
+    return found[0]
+
+
+def errors(folder, name):
+    found = [json.loads((folder / f"{name}-{index}").read_text()) for index in range(2)]
+    assert all("error" in each for each in found), found
+    return [each["error"] for each in found]
+
+
+def alone(case):
+    """The same run of one process that holds all rows, on as many devices."""
+    ledger = Ledger(process_worker.mechanism(case).adjacency)
+    run = process_worker.begun(case, test_mesh.ROWS.arrays, mesh=test_mesh.mesh(4), spend=ledger)
+    *_, (state, info) = run
+    return jax.device_get(state.params), info, str(ledger.event)
+
+
+@pytest.mark.parametrize("name", ["plain", "further", "streamed"])
+def test_the_run_is_that_of_one_process_to_the_bit(folder, name):
+    expected, info, charged = alone(CASES[name])
+    found = result(folder, name)
+    assert found["params"] == {k: leaf.tobytes().hex() for k, leaf in expected.items()}
+    assert found["seen"][-1][2] == info.noisy_grad_norm.tolist()
+    assert found["charged"] == charged
+
+
+def test_add_remove_keeps_records_in_their_process(folder):
+    """Records draw other shards than in one process, and the rest is the same up to rounding."""
+    expected, _, charged = alone(CASES["add-remove"])
+    found = result(folder, "add-remove")
+    for name, leaf in expected.items():
+        own = np.frombuffer(bytes.fromhex(found["params"][name]), np.float32).reshape(leaf.shape)
+        np.testing.assert_allclose(own, leaf, atol=2e-2)
+    assert found["charged"] == charged
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("seeds", "seed (1 in process 0, 2 in process 1)"),
+        ("losses", "differences in: loss_fn."),
+        ("mechanisms", "mechanism.noise_multiplier (1.0 in process 0, 1.5 in process 1)"),
+        ("rows", "num_examples=40"),
+        ("kinds", "private[1] (float32[8] in process 0, float16[8] in process 1)"),
+    ],
+)
+def test_differences_are_named_everywhere(folder, name, message):
+    for error in errors(folder, name):
+        assert message in error
+
+
+def test_nothing_was_charged_by_what_was_refused(folder):
+    records = FileLedger.read(folder / "refused.jsonl").records
+    assert not [record for record in records if "stop" in record]
+
+
+def test_an_error_of_one_process_ends_the_others(folder):
+    first, second = errors(folder, "two ledgers")
+    assert second.startswith("ValueError: process 0 alone keeps the ledger")
+    assert first == f"ProcessLost: process 1 stopped the run: {second}"
+
+
+def test_no_process_computes_what_is_not_charged(folder):
+    first, second = errors(folder, "uncharged")
+    assert first == "OSError: no space left"
+    assert second == "ProcessLost: process 0 stopped the run: OSError: no space left"
+    assert not (folder / "uncharged-log-1").exists()
+
+
+def test_one_ledger_in_the_file_of_process_0(folder):
+    found = result(folder, "fresh")
+    ledger = FileLedger.read(folder / "fresh.jsonl")
+    assert str(ledger.event) == found["charged"] == result(folder, "plain")["charged"]
+    # All randomness comes from process 0, and is another one in every run.
+    assert found["params"] != result(folder, "plain")["params"]
+
+
+def test_resumed_to_the_bit_and_charged_once(folder):
+    whole, resumed = result(folder, "plain"), result(folder, "resumed")
+    assert result(folder, "stopped")["seen"] == whole["seen"][:1]
+    assert resumed["seen"] == whole["seen"]
+    assert resumed["params"] == whole["params"]
+    ledger = FileLedger.read(folder / "run" / "ledger.jsonl")
+    assert str(ledger.event) == whole["charged"]
+    copy = json.loads((folder / "resumed-1").read_text())
+    assert copy["charged"] == whole["charged"]
+
+
+def test_another_run_is_not_resumed(folder):
+    first, second = errors(folder, "other")
+    assert "CheckpointError: expected the same run" in first
+    assert "loss_fn" in first
+    assert "CheckpointError: expected the same run" in second
