@@ -63,6 +63,8 @@ def neighbour_replay(
         step = TrainStep(loss_fn=my_loss, mechanism=mechanism, optimizer=optax.sgd(0.1))
         assert not neighbour_replay(step, my_params, my_rows).exceeded()
 
+    With a chart, the sums before the noise are compared in its place.
+
     In a `FederatedStep` a record is a user with all of its rows. The sums before the noise are
     compared as well, because they hold what a user adds to the count of an adaptive clip.
 
@@ -77,7 +79,7 @@ def neighbour_replay(
         params: the parameters at which to search.
         rows: arrays with at least two rows, as the mechanism would sample from; for a federated
             step `PrivateClients` of at least two users.
-        public: public rows, if α < 1.
+        public: public rows, if α < 1 or if the step has a chart that needs them.
         alpha: the weight of the private gradient.
         num_pairs: the number of pairs of neighbours to try.
         seed: the seed of the search.
@@ -139,11 +141,27 @@ def _released_by_rows(
     keys = jax.random.split(_replay_key(seed + 1), count) if takes_key else None
     arguments = {} if public is None else {"public": public, "alpha": alpha}
     unit = step.mechanism.sampling.expected_batch_size / alpha
+    if step.prepares:
+        if public is None:
+            raise ValueError("the chart of the step needs public rows, got none. Pass public=...")
+        state = step.prepare(state, step.public_grad(state, public, _replay_key(seed + 2)))
+
+    def with_keys(data, index):
+        batch = jax.tree.map(lambda leaf: leaf[index], data)
+        return batch, None if keys is None else keys[index]
+
+    @jax.jit
+    def summed(data, index, is_padding):
+        batch, batch_keys = with_keys(data, index)
+        return step.private_sum(state, batch, is_padding, batch_keys).total
+
+    if step.chart is not None:
+        # The sum itself: what follows from it has other units.
+        return lambda *batch: [_numbers(summed(*batch))]
 
     @jax.jit
     def run(data, index, is_padding):
-        batch = jax.tree.map(lambda leaf: leaf[index], data)
-        batch_keys = None if keys is None else keys[index]
+        batch, batch_keys = with_keys(data, index)
         after, _ = step(state, batch, is_padding, keys=batch_keys, **arguments)
         return after.opt_state
 
@@ -188,7 +206,7 @@ def _replay_key(seed: int) -> jax.Array:
 
 
 def _numbers(total: ExactSum) -> PyTree:
-    """Converts the sum over users to numbers."""
+    """Converts a sum to numbers."""
     return jax.tree.map(np.asarray, total.floats())
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mirrordp.mirror.convex import ConvexMap as ConvexMap
     from mirrordp.mirror.euclidean import EuclideanMap as EuclideanMap
     from mirrordp.mirror.glm import GLMMap as GLMMap
+    from mirrordp.mirror.kronecker import KroneckerMap as KroneckerMap
     from mirrordp.mirror.projection import (
         Ball as Ball,
         Constraint as Constraint,

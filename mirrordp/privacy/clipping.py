@@ -12,6 +12,7 @@ formula: norms are taken in float64, factors are rounded down, and sums are exac
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,6 +186,7 @@ def clipped_grad(
     l2_clip_norm: float,
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
+    groups: Sequence[int] | None = None,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
@@ -204,6 +206,9 @@ def clipped_grad(
             of the others.
         microbatch_size: the number of examples whose gradients are computed at a time; a smaller
             number takes less memory.
+        groups: the number 0, 1, ... of the group of each trainable leaf, in order. Each of k groups
+            is then clipped by itself, to C/√k, so that the whole has norm at most C. By default the
+            gradient is clipped as a whole.
 
     Returns:
         A `ClippedGrad`.
@@ -226,11 +231,9 @@ def clipped_grad(
         # The norm is that of the very numbers that are summed: nothing is computed twice.
         grads = lax.optimization_barrier(grads)
         leaves = jax.tree.leaves(grads)
-        dtype = jnp.result_type(jnp.float32, *leaves)
-        factors, norms = clip_factors(
-            [squared_norm(leaf) for leaf in leaves], is_padding, l2_clip_norm, dtype
-        )
-        clipped = jax.tree.map(lambda leaf: scaled(leaf, factors), grads)
+        factors, norms = _factors_of(leaves, is_padding, l2_clip_norm, groups)
+        clipped = [scaled(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
+        clipped = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
 
     def exact_sum(
@@ -242,6 +245,43 @@ def clipped_grad(
         return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
 
     return ClippedGrad(exact_sum, float(l2_clip_norm), takes_key(loss_fn))
+
+
+def _factors_of(
+    leaves: Sequence[jax.Array],
+    is_padding: jax.Array,
+    l2_clip_norm: float,
+    groups: Sequence[int] | None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns each leaf's clip factors, and norms that exceed C where a group is clipped."""
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    squares = [squared_norm(leaf) for leaf in leaves]
+    numbers = [0] * len(leaves) if groups is None else list(groups)
+    if len(numbers) != len(leaves) or set(numbers) != set(range(len(set(numbers)))):
+        raise ValueError(
+            f"groups must be numbers 0, 1, ... for {len(leaves)} trainable leaves, got {numbers}."
+        )
+    count = len(set(numbers))
+    if count <= 1:
+        factors, norms = clip_factors(squares, is_padding, l2_clip_norm, dtype)
+        return [factors] * len(leaves), norms
+    # A gradient with a NaN anywhere counts as a whole as zero.
+    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1) for leaf in leaves]
+    skipped = is_padding | ~functools.reduce(jnp.logical_and, finite)
+    limit = _limit_of_group(l2_clip_norm, count)
+    found = [
+        clip_factors([s for s, own in zip(squares, numbers, strict=True) if own == group],
+                     skipped, limit, dtype)
+        for group in range(count)
+    ]  # fmt: skip
+    largest = functools.reduce(jnp.maximum, [norms for _, norms in found])
+    return [found[number][0] for number in numbers], largest * math.sqrt(count)
+
+
+def _limit_of_group(l2_clip_norm: float, count: int) -> float:
+    """Returns C/√k: k parts of this norm have norm C together."""
+    # The quotient may be rounded up, by less than this.
+    return l2_clip_norm / math.sqrt(count) * (1 - 1e-12)
 
 
 class Summed(NamedTuple):

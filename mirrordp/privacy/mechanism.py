@@ -6,7 +6,7 @@ noise, `mean` divides by a public constant, and `event` says what that costs.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from mirrordp import _show, _validate
 from mirrordp._warn import warn
-from mirrordp.privacy import accounting, ghost, sums
+from mirrordp.privacy import accounting, clipping, ghost, sums
 from mirrordp.privacy.accounting import UNITS, Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.privacy.clipping import ClippedGrad
 from mirrordp.privacy.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
@@ -343,14 +343,20 @@ class Mechanism:
         *,
         trainable: PyTree | None = None,
         microbatch_size: int | None = None,
+        groups: Sequence[int] | None = None,
     ) -> ClippedGrad:
-        """The clipped sum at this mechanism's clip norm; see `mirrordp.privacy.ghost`."""
-        return ghost.clipped_grad(
-            loss_fn,
-            l2_clip_norm=self.l2_clip_norm,
-            trainable=trainable,
-            microbatch_size=microbatch_size,
-        )
+        """The clipped sum at this mechanism's clip norm; see `mirrordp.privacy.ghost`.
+
+        With `groups`, see `mirrordp.clipped_grad`.
+        """
+        options = {
+            "l2_clip_norm": self.l2_clip_norm,
+            "trainable": trainable,
+            "microbatch_size": microbatch_size,
+        }
+        if groups is not None:
+            return clipping.clipped_grad(loss_fn, groups=groups, **options)
+        return ghost.clipped_grad(loss_fn, **options)
 
     def init_noise(self, key: jax.Array, like: PyTree) -> PyTree:
         """Returns the state of the noise before the first step; see `Noise.init`."""

@@ -29,6 +29,7 @@ from mirrordp.data import (
 )
 from mirrordp.privacy import _isolation
 from mirrordp.privacy._convolutions import where_faster
+from mirrordp.privacy.charts import CHARTED, Chart, charted_loss, charted_params
 from mirrordp.privacy.clipping import ClippedGrad, example_key, example_of, value_and_grad_program
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sums import ExactSum
@@ -50,13 +51,17 @@ from mirrordp.updates.public import public_grad
 
 
 class TrainState(NamedTuple):
-    """What the next step needs. Anyone who holds `noise_state` can subtract the noise."""
+    """What the next step needs. Anyone who holds `noise_state` can subtract the noise.
+
+    `chart` holds the arrays of the step's chart, which come from public data.
+    """
 
     step: jax.Array
     params: Params
     opt_state: PyTree
     noise_state: PyTree
     average: Params | None
+    chart: PyTree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,8 @@ class TrainStep:
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, kept in
             `state.average`; None keeps none.
         trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
+        chart: coordinates in which gradients are clipped, made of public data; see
+            `mirrordp.updates.before_clip`. It does not change ε. None clips gradients themselves.
         microbatch_size: how many examples are taken at a time; by default as many as fit into the
             device's memory.
         show_unprivatized: fills `info.unprivatized` with the batch's loss, clip fraction and size,
@@ -101,6 +108,7 @@ class TrainStep:
     noisy_clip_norm: float | None = None
     average: Average | None = None
     trainable: Any = None
+    chart: Chart | None = None
     microbatch_size: int | None = None
     show_unprivatized: bool = False
 
@@ -110,6 +118,10 @@ class TrainStep:
     def __post_init__(self):
         object.__setattr__(self, "trainable", Trainable.of(self.trainable))
         check_options(self, "Use optax.sgd(...), for example.")
+        if self.chart is not None:
+            _validate.instance_of(
+                Chart, "Use mirrordp.updates.recentred(), for example.", chart=self.chart
+            )
         if self.public_batch_size is not None:
             _validate.positive_integer(public_batch_size=self.public_batch_size)
         if self.noisy_clip_norm is not None:
@@ -119,12 +131,42 @@ class TrainStep:
 
     @property
     def clipped_grad(self) -> ClippedGrad:
-        """The clipped sum of the private loss."""
+        """The clipped sum of the private loss, without a chart."""
         return self.mechanism.clipped_grad(
             where_faster(self.loss_fn),
             trainable=self.trainable,
             microbatch_size=self.microbatch_size,
         )
+
+    def _sum_of(self, state: TrainState) -> tuple[ClippedGrad, Params]:
+        """Returns the clipped sum that a step takes, and the parameters that it is called with."""
+        if self.chart is None:
+            return self.clipped_grad, state.params
+        groups = self.chart.groups
+        clipped_grad = self.mechanism.clipped_grad(
+            charted_loss(self.chart, where_faster(self.loss_fn), self.trainable),
+            trainable=CHARTED,
+            microbatch_size=self.microbatch_size,
+            groups=None if groups is None else groups(self.trainable.part(state.params)),
+        )
+        return clipped_grad, charted_params(self.chart, state.params, state.chart, self.trainable)
+
+    def _zeros(self, params: Params) -> PyTree:
+        """Returns the clipped sum over an empty batch."""
+        if self.chart is None:
+            return self.trainable.zero_sum(params)
+        return self.chart.like(self.trainable.part(params))
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a step needs the public gradient before it reads private rows."""
+        return self.chart is not None and self.chart.prepare is not None
+
+    def prepare(self, state: TrainState, public_gradient: PublicGradient) -> TrainState:
+        """Returns the state with the chart of this step."""
+        if self.chart is None or self.chart.prepare is None:
+            return state
+        return state._replace(chart=self.chart.prepare(state.chart, public_gradient.grad))
 
     def check(self, params: Params, private: PrivateData, public: PublicData | None) -> None:
         """Raises for data of the wrong kind and for a loss that does not fit; reads no row.
@@ -187,18 +229,19 @@ class TrainStep:
 
     def init(self, params: Params, key: jax.Array) -> TrainState:
         """Returns the state before the first step; `key` seeds the noise and must be secret."""
-        zeros = self.trainable.zero_sum(params)
+        part = self.trainable.part(params)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(self.trainable.part(params)),
-            noise_state=self.mechanism.init_noise(key, zeros),
+            opt_state=self.optimizer.init(part),
+            noise_state=self.mechanism.init_noise(key, self._zeros(params)),
             average=None if self.average is None else params,
+            chart=None if self.chart is None else self.chart.init(part),
         )
 
     def zero_sum(self, state: TrainState) -> PrivateSum:
         """Returns what `private_sum` gives for an empty batch."""
-        zeros = self.trainable.zero_sum(state.params)
+        zeros = self._zeros(state.params)
         return PrivateSum(ExactSum.zero(zeros, self.mechanism.l2_clip_norm), Unprivatized.zero())
 
     def __call__(
@@ -218,21 +261,29 @@ class TrainStep:
                 f"alpha={alpha!r} mixes in a public gradient, but no public rows were given. Pass "
                 "public=arrays, or leave alpha at 1 for DP-SGD."
             )
-        total = self.private_sum(state, batch, is_padding, keys)
         public_gradient = None
         if public is not None:
             key = jax.random.key(0) if public_key is None else public_key
             public_gradient = self.public_grad(state, public, key)
+        if self.prepares:
+            if public_gradient is None:
+                raise ValueError("the chart needs public rows, got none. Pass public=arrays.")
+            state = self.prepare(state, public_gradient)
+        total = self.private_sum(state, batch, is_padding, keys)
         return self.finish(state, total, public_gradient, alpha)
 
     def private_sum(
         self, state: TrainState, batch: Batch, is_padding: jax.Array, keys: jax.Array | None
     ) -> PrivateSum:
         """Returns the clipped sum over one pass of examples."""
-        clipped_grad = self.clipped_grad
+        clipped_grad, params = self._sum_of(state)
         clipped_sum, stats = clipped_grad.exact_sum(
-            state.params, batch, is_padding, keys=keys if clipped_grad.takes_key else None
+            params, batch, is_padding, keys=keys if clipped_grad.takes_key else None
         )
+        if self.chart is not None:
+            # In the form of φ: the rest of a charted loss's parameters is frozen.
+            high, low = clipped_sum.high[0], clipped_sum.low[0]
+            clipped_sum = dataclasses.replace(clipped_sum, high=high, low=low)
         if not self.show_unprivatized:
             return PrivateSum(clipped_sum, Unprivatized.zero())
         is_clipped = stats.unprivatized_norms > self.mechanism.l2_clip_norm
@@ -264,10 +315,13 @@ class TrainStep:
             total.total, state.noise_state, weight=weight
         )
         # Where α = 0 nothing is released and no noise is used up.
+        private_grad = self.mechanism.mean(noisy_sum)
+        if self.chart is not None:
+            private_grad = self.chart.release(state.chart, private_grad)
         private_grad, noise_state = select(
             alpha > 0,
-            (self.mechanism.mean(noisy_sum), noise_state),
-            (total.total.zeros(), state.noise_state),
+            (private_grad, noise_state),
+            (self.trainable.zero_sum(state.params), state.noise_state),
         )
         noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
@@ -281,4 +335,5 @@ class TrainStep:
             clip_norm=jnp.asarray(self.mechanism.l2_clip_norm, jnp.float32),
             unprivatized=total.unprivatized.per_record(),
         )
-        return TrainState(state.step + 1, params, opt_state, noise_state, average), info
+        state = TrainState(state.step + 1, params, opt_state, noise_state, average, state.chart)
+        return state, info

@@ -465,7 +465,7 @@ def _check_public(
     if public is None:
         reason = f"alpha goes down to {float(alphas.min()):g}"
         if needs_grad:
-            reason = "the optimizer takes a public gradient"
+            reason = f"the {'chart' if step.prepares else 'optimizer'} takes a public gradient"
         raise ValueError(
             f"{reason}, so public data is needed, got none. Pass public=..., or train on private "
             "data alone: alpha=1, with an optimizer of private gradients."
@@ -608,18 +608,24 @@ def _scan_passes(
 
     def body(carry, x):
         state, partial_sum = carry
+        prepared, public_gradient = state, None
+        if step.prepares:
+            # Every pass of a step prepares it anew, from the same state and with the same key.
+            public_gradient = public_side(state, x.alpha)
+            prepared = step.prepare(state, public_gradient)
         if may_skip:
             partial_sum = jax.lax.cond(
-                x.alpha > 0, lambda: add_pass(state, partial_sum, x), lambda: partial_sum
+                x.alpha > 0, lambda: add_pass(prepared, partial_sum, x), lambda: partial_sum
             )
         else:
-            partial_sum = add_pass(state, partial_sum, x)
+            partial_sum = add_pass(prepared, partial_sum, x)
 
         def finish():
             total = partial_sum
             if placement is not None:
-                total = placement.total(step, state, partial_sum)
-            finished, info = step.finish(state, total, public_side(state, x.alpha), x.alpha)
+                total = placement.total(step, prepared, partial_sum)
+            found = public_gradient if step.prepares else public_side(state, x.alpha)
+            finished, info = step.finish(prepared, total, found, x.alpha)
             return (finished, zero), info
 
         if step.branches:
@@ -894,7 +900,7 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
         plan.params,
     )
     step, placement = plan.step, plan.placement
-    programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
+    programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn", "chart")
     names = [f.name for f in dataclasses.fields(step) if f.name not in programs]  # pyright: ignore[reportArgumentType]
     records = step.records(plan.private)
     described = {
@@ -913,6 +919,7 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
         "form of the private data": str(jax.tree.structure(records)),
         **kinds,
     }
+    described |= _described_chart(step, params, key, starts)
     if has_records:
         described[PRIVATE_RECORDS] = _fingerprint.of_arrays(key, (records, plan.excluded))
     if plan.public is not None:
@@ -924,6 +931,30 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
             "public_loss_fn": described_loss("public_loss_fn", step, loss_fn, params, plan.public),
         }
     return described
+
+
+def _described_chart(
+    step: Step, params: Params, key: bytes, starts: Sequence[_Start]
+) -> dict[str, str]:
+    """Returns the program of a step's chart as a hash, and a fingerprint of its arrays."""
+    chart = getattr(step, "chart", None)
+    if chart is None:
+        return {}
+    part = step.trainable.part(params)
+    like = chart.like(part)
+    states = [chart.init(step.trainable.part(start.params)) for start in starts]
+
+    def program(state: PyTree, phi: PyTree, public_grad: PyTree) -> tuple[PyTree, ...]:
+        if chart.prepare is not None:
+            state = chart.prepare(state, public_grad)
+        centre = None if chart.centre is None else chart.centre(state)
+        return chart.move(state, phi), centre, chart.release(state, phi)
+
+    return {
+        "chart": checkpoints.program("chart", program, states[0], like, part),
+        "groups of the chart": str(None if chart.groups is None else chart.groups(part)),
+        "arrays of the chart": _fingerprint.of_arrays(key, states),
+    }
 
 
 def described_optimizer(step: Step, params: Params, *, has_public: bool) -> str:

@@ -391,6 +391,7 @@ class FederatedStep:
 
     steps_per_call: ClassVar[int] = 10
     branches: ClassVar[bool] = True
+    prepares: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.optimizer is None:
@@ -643,6 +644,11 @@ class FederatedStep:
         zero = (self.trainable.zero_sum(state.params), jnp.zeros([]))
         total, _ = jax.lax.scan(add_pass, zero, users.reshape(-1, per_pass))
         return PublicGradient(*jax.tree.map(lambda leaf: leaf / chosen, total))
+
+    def prepare(self, state: FederatedState, public_gradient: PublicGradient) -> FederatedState:
+        """Returns the state itself: nothing public acts before the clip."""
+        del public_gradient
+        return state
 
     def finish(
         self,

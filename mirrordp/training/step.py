@@ -164,8 +164,9 @@ class Step(Protocol):
     """The pure functions of one training step, as a frozen value.
 
     The engine calls them in this order: `check` and `fitted` before anything is read, `init` once,
-    and for each step `private_sum` over one or more passes, `public_grad` and `finish`. Everything
-    before the noise, which `finish` adds, sees one record at a time.
+    and for each step `private_sum` over one or more passes, `public_grad` and `finish`; where a
+    step `prepares`, `public_grad` and `prepare` come first. Everything before the noise, which
+    `finish` adds, sees one record at a time.
 
     Attributes:
         loss_fn: the private loss of one example.
@@ -252,6 +253,15 @@ class Step(Protocol):
         """Returns the public gradient and the public loss."""
         ...
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a step needs the public gradient before it reads private records."""
+        ...
+
+    def prepare(self, state: Any, public_gradient: PublicGradient) -> Any:
+        """Returns the state that this step computes with, if it `prepares`."""
+        ...
+
     def finish(
         self,
         state: Any,
@@ -321,11 +331,13 @@ def record_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def needs_public_grad(step: Step, params: Params, *, has_public: bool) -> bool:
-    """Returns whether the optimiser needs the extra argument `public_grad` at every step.
+    """Returns whether the optimiser, or what comes before the clip, needs every public gradient.
 
-    It does if the argument is required. With public data, it also does if the argument is optional
-    and read.
+    An optimiser does if its extra argument `public_grad` is required. With public data, it also
+    does if the argument is optional and read.
     """
+    if step.prepares:
+        return True
     part = step.trainable.part(params)
     optimizer = optax.with_extra_args_support(step.optimizer)
 

@@ -1,4 +1,7 @@
-"""What follows the noise, as optax transformations, and what public data gives."""
+"""What follows the noise, as optax transformations, and what public data gives.
+
+What public data gives before the clip is in `mirrordp.updates.before_clip`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +11,12 @@ if TYPE_CHECKING:
     from mirrordp.updates.averages import (
         ExponentialAverage as ExponentialAverage,
         UniformAverage as UniformAverage,
+    )
+    from mirrordp.updates.before_clip import (
+        embedded as embedded,
+        kronecker as kronecker,
+        recentred as recentred,
+        scaled_by_public_gradients as scaled_by_public_gradients,
     )
     from mirrordp.updates.descent import (
         LearningRate as LearningRate,
@@ -25,6 +34,10 @@ if TYPE_CHECKING:
         WarmStart as WarmStart,
         public_grad as public_grad,
         warm_start as warm_start,
+    )
+    from mirrordp.updates.public_sizes import (
+        add_public_momentum as add_public_momentum,
+        scale_by_public_gradients as scale_by_public_gradients,
     )
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

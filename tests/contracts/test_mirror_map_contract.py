@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import scipy.optimize
 
+import mirrordp
 from mirrordp.mirror import (
     Ball,
     ConvexMap,
     EuclideanMap,
     GLMMap,
+    KroneckerMap,
     MirrorMap,
     QuadraticMap,
     SubspaceMap,
@@ -72,6 +74,17 @@ def _subspace(rho):
     return SubspaceMap.from_directions(features, 3, rho=rho, center=0.1 * rng.normal(size=P))
 
 
+def _kronecker():
+    rng, features, scores = _data(40)
+    rows = {"x": features[:, :2].astype("f4"), "y": scores.astype("f4")}
+    params = {"b": np.ones(2, "f4"), "w": rng.normal(size=(2, 2)).astype("f4")}
+
+    def loss_fn(params, row):
+        return jnp.sum((row["x"] @ params["w"] + params["b"] - row["y"]) ** 2)
+
+    return KroneckerMap.from_public(loss_fn, params, mirrordp.PublicData(rows), damping=0.3)
+
+
 MAPS = {
     "euclidean": EuclideanMap(P),
     "quadratic": _quadratic(),
@@ -83,6 +96,7 @@ MAPS = {
     "multinomial": _multinomial(),
     "poisson": _poisson(),
     "convex": ConvexMap(_bowl, P),
+    "kronecker": _kronecker(),
 }
 
 

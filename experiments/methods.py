@@ -1,0 +1,384 @@
+"""`python -m experiments methods`: every use of public data, beside plain DP-SGD, at one ε.
+
+All methods begin at the same public start and have the same network, data, batches, number of steps
+and ε. Each method has one setting of its own beside the learning rate. Both are searched on private
+validation images (not charged to ε, as in the paper): the same number of pairs for every method,
+one seed, at the middle number of public images. The final runs use other seeds, the same ones for
+every method, so that methods can be compared pair by pair; only they look at test images.
+
+Work that is done has its line in the result file, so a run that was interrupted, or whose minutes
+are over, goes on with the same command.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import scipy.stats
+from jax.flatten_util import ravel_pytree
+
+import mirrordp
+from experiments import datasets, records, sections
+from experiments.deep import tasks
+from experiments.deep.training import EVALUATION_BATCH, PACKAGES
+from experiments.options import at_least, existing_file
+from mirrordp import (
+    Mechanism,
+    PoissonSampling,
+    PrivateData,
+    PublicData,
+    SweepRun,
+    TrainStep,
+    updates,
+)
+from mirrordp.mirror import KroneckerMap, SubspaceMap
+from mirrordp.types import Params
+
+RESULTS = Path(__file__).parent / "results" / "methods"
+RATES = (0.05, 0.15, 0.5, 1.5, 4.0)
+EPSILONS = (0.5, 2.0, 8.0)
+PUBLIC = (500, 2000, 8000)
+MIDDLE = PUBLIC[1]
+RANK, DIRECTIONS = 64, 256
+HOLDOUT = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all methods have in common on one data set."""
+
+    batch_size: int
+    num_steps: int
+    delta: float
+
+
+SETTINGS = {"emnist": Setting(2000, 480, 1e-6), "cifar10": Setting(2000, 480, 1e-5)}
+
+
+class Problem(NamedTuple):
+    """A data set with its public start."""
+
+    name: str
+    task: tasks.Task
+    private: PrivateData
+    public: PublicData
+    validation: Any
+    test: Any
+    start: Params
+
+
+class Parts(NamedTuple):
+    """What a method adds to a step.
+
+    Attributes:
+        before: an optax transformation of the released gradient, before SGD.
+        chart: what acts before the clip.
+        alpha: α.
+        clip: the factor of the clip norm.
+    """
+
+    before: optax.GradientTransformation = optax.identity()
+    chart: Any = None
+    alpha: Any = 1.0
+    clip: float = 1.0
+
+
+class Method(NamedTuple):
+    """A method: its name in tables, its own setting with three values, and what these make."""
+
+    title: str
+    knob: str
+    values: tuple[float, ...]
+    parts: Callable[[Problem, float], Parts]
+
+
+def _cosine(problem: Problem, share: float) -> Parts:
+    steps = SETTINGS[problem.name].num_steps
+    return Parts(alpha=mirrordp.schedules.cosine(decay_steps=share * steps))
+
+
+def _curvature(problem: Problem, damping: float) -> KroneckerMap:
+    return KroneckerMap.from_public(
+        problem.task.network.loss, problem.start, problem.public, damping=damping
+    )
+
+
+def _mirror_map(problem: Problem, damping: float) -> Parts:
+    # Steps of a quadratic map are proportional to the rate, which SGD multiplies by.
+    return Parts(
+        optax.chain(updates.mirror_descent(_curvature(problem, damping), 1.0), optax.scale(-1))
+    )
+
+
+def _subspace(problem: Problem, rho: float = 0.0) -> SubspaceMap:
+    loss, start = problem.task.network.loss, problem.start
+    rows = jax.tree.map(lambda leaf: leaf[:DIRECTIONS], problem.public.arrays)
+    flat = jax.jit(jax.vmap(lambda row: ravel_pytree(jax.grad(loss)(start, row))[0]))
+    directions = np.asarray(flat(rows), np.float64)
+    return SubspaceMap.from_directions(directions, min(RANK, len(directions) // 2), rho=rho)
+
+
+def _projected(problem: Problem, rho: float) -> Parts:
+    return Parts(optax.chain(updates.mirror_descent(_subspace(problem, rho), 1.0), optax.scale(-1)))
+
+
+METHODS = {
+    "warm": Method("warm DP-SGD", "clip norm", (0.5, 1.0, 2.0), lambda p, v: Parts(clip=v)),
+    "pda": Method("PDA-DPMD, cosine", "K/T", (1.0, 2.5, 6.0), _cosine),
+    "constant": Method("constant α (Semi-DP)", "α", (0.95, 0.85, 0.6), lambda p, v: Parts(alpha=v)),
+    "momentum": Method(
+        "public momentum", "weight", (0.1, 0.3, 1.0),
+        lambda p, v: Parts(updates.add_public_momentum(v)),
+    ),
+    "sizes": Method(
+        "divided by public sizes, after the noise", "ε̄", (0.1, 0.5, 2.0),
+        lambda p, v: Parts(updates.scale_by_public_gradients(epsilon=v)),
+    ),
+    "projected": Method("projected (PDP-SGD)", "ρ", (0.1, 0.3, 0.7), _projected),
+    "mirror": Method("Kronecker mirror map", "damping", (10.0, 1.0, 0.1), _mirror_map),
+    "recentred": Method(
+        "recentred (DOPE-SGD)", "clip norm", (0.25, 0.5, 1.0),
+        lambda p, v: Parts(chart=updates.recentred(), clip=v),
+    ),
+    "adadps": Method(
+        "divided before the clip (AdaDPS)", "ε̄", (0.1, 0.5, 2.0),
+        lambda p, v: Parts(chart=updates.scaled_by_public_gradients(epsilon=v)),
+    ),
+    "kronecker": Method(
+        "Kronecker before the clip (DP-KFC)", "damping", (10.0, 1.0, 0.1),
+        lambda p, v: Parts(chart=updates.kronecker(_curvature(p, v))),
+    ),
+    "embedded": Method(
+        "embedded (GEP)", "ρ", (0.5, 1.0, 2.0),
+        lambda p, v: Parts(chart=updates.embedded(_subspace(p), residual_weight=v)),
+    ),
+}  # fmt: skip
+
+
+def prepared(name: str, num_public: int, data_root: Path | None, *, synthetic: bool) -> Problem:
+    """Reads a data set and trains the public start that all methods share."""
+    if synthetic:
+        data = datasets.synthetic(name, num_public=64)
+    else:
+        training = {"emnist": 99_845, "cifar10": 50_000}[name]
+        data = datasets.prepare(
+            name, data_root, holdout=HOLDOUT, public_fraction=num_public / training
+        )
+    task, public = tasks.task(name), PublicData(data.public)
+    found = mirrordp.warm_start(
+        task.augmented_loss,
+        task.network.init(jax.random.key(0)),
+        public,
+        holdout_loss_fn=task.judging_loss,
+        optimizer=optax.adam(1e-3),
+        batch_size=64,
+        patience=20,
+        max_epochs=2 if synthetic else 200,
+        seed=0,
+    )
+    return Problem(
+        name, task, PrivateData(data.private), public, jax.device_put(data.validation),
+        jax.device_put(data.test), found.params,
+    )  # fmt: skip
+
+
+@functools.cache
+def _noise_multiplier(epsilon: float, setting: Setting, num_private: int) -> float:
+    return Mechanism.calibrate(
+        epsilon=epsilon,
+        delta=setting.delta,
+        l2_clip_norm=1.0,
+        num_steps=setting.num_steps,
+        sampling=PoissonSampling.for_batch_size(setting.batch_size, num_examples=num_private),
+    ).noise_multiplier
+
+
+def trained(
+    problem: Problem,
+    parts: Parts,
+    epsilon: float,
+    points: Sequence[tuple[float, int]],
+    *,
+    is_final: bool,
+) -> list[dict[str, float]]:
+    """Trains one run for each learning rate and seed; returns what the judging images say.
+
+    The average of the iterates is judged, as in the paper's experiments: on validation images, and
+    on test images only after a final run.
+    """
+    setting, count = SETTINGS[problem.name], len(problem.private)
+    mechanism = Mechanism(
+        sampling=PoissonSampling.for_batch_size(setting.batch_size, num_examples=count),
+        l2_clip_norm=parts.clip,
+        noise_multiplier=_noise_multiplier(epsilon, setting, count),
+        num_steps=setting.num_steps,
+    )
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    step = TrainStep(
+        problem.task.network.loss,
+        mechanism,
+        optax.chain(parts.before, sgd),
+        public_loss_fn=problem.task.augmented_loss,
+        public_batch_size=min(256, len(problem.public)),
+        chart=parts.chart,
+        average=mirrordp.ExponentialAverage(0.99),
+    )
+    runs = [
+        SweepRun(alpha=parts.alpha, hyperparams={"learning_rate": rate}, seed=seed)
+        for rate, seed in points
+    ]
+    options = mirrordp.TrainOptions(steps_per_call=setting.num_steps)
+    *_, (states, _) = mirrordp.train_sweep(
+        step, problem.start, problem.private, problem.public, runs=runs, options=options
+    )
+    judges = {"validation": problem.validation} | ({"test": problem.test} if is_final else {})
+    found: list[dict[str, float]] = [{} for _ in points]
+    for part, examples in judges.items():
+        size = min(EVALUATION_BATCH[problem.name], len(jax.tree.leaves(examples)[0]))
+        metrics = tasks.evaluate(problem.task, states.average, examples, batch_size=size)
+        for name, values in metrics.items():
+            for own, value in zip(found, values, strict=True):
+                # A run that diverged is the worst of all.
+                own[f"{part}_{name}"] = float(value) if math.isfinite(value) else 1e9
+    return found
+
+
+KEYS = ("data", "method", "epsilon", "num_public", "kind", "value", "rate", "seed")
+
+
+def work(
+    problem: Problem,
+    method: str,
+    epsilon: float,
+    num_public: int,
+    lines: Sequence[records.Record],
+    seeds: int,
+) -> Iterator[records.Record]:
+    """Yields the lines of a method that are missing: those of the search, or of final runs.
+
+    Final runs of other numbers of public images wait for the search at the middle one.
+    """
+    shared = {"data": problem.name, "method": method, "epsilon": epsilon, "num_public": num_public}
+    done = {tuple(line[key] for key in KEYS) for line in lines}
+
+    def run(kind: str, value: float, points: Sequence[tuple[float, int]]):
+        own = [shared | {"kind": kind, "value": value, "rate": r, "seed": s} for r, s in points]
+        own = [line for line in own if tuple(line[key] for key in KEYS) not in done]
+        if not own:
+            return
+        begun = time.perf_counter()
+        parts = METHODS[method].parts(problem, value)
+        points = [(line["rate"], line["seed"]) for line in own]
+        found = trained(problem, parts, epsilon, points, is_final=kind == "final")
+        seconds = round((time.perf_counter() - begun) / len(own), 2)
+        for line, measured in zip(own, found, strict=True):
+            yield line | {k: round(v, 6) for k, v in measured.items()} | {"seconds": seconds}
+
+    best = chosen(lines, problem.name, method, epsilon)
+    if best is not None:
+        yield from run("final", best[0], [(best[1], seed) for seed in range(1, seeds + 1)])
+    elif num_public == MIDDLE:
+        for value in METHODS[method].values:
+            yield from run("search", value, [(rate, 0) for rate in RATES])
+
+
+def chosen(
+    lines: Sequence[records.Record], data: str, method: str, epsilon: float
+) -> tuple[float, float] | None:
+    """Returns the setting and the rate with the least validation loss, once all are searched."""
+    searched = [
+        line
+        for line in lines
+        if line["kind"] == "search"
+        and (line["data"], line["method"], line["epsilon"]) == (data, method, epsilon)
+    ]
+    if len(searched) < len(RATES) * len(METHODS[method].values):
+        return None
+    best = min(searched, key=lambda line: line["validation_loss"])
+    return best["value"], best["rate"]
+
+
+def table_of(lines: Sequence[records.Record]) -> str:
+    """Returns a Markdown table of test accuracies, and of paired differences from warm DP-SGD."""
+    finals = [line for line in lines if line["kind"] == "final"]
+    if not finals:
+        return "No final runs yet.\n"
+    places = sorted({(x["data"], x["epsilon"], x["num_public"]) for x in finals})
+    titles = [f"{d}, ε = {e:g}, {p:,} public" for d, e, p in places]
+    rows = ["| method | " + " | ".join(titles) + " |", "|---" * (1 + len(places)) + "|"]
+    for method, about in METHODS.items():
+        cells = [_cell(finals, method, place) for place in places]
+        rows.append(f"| {about.title} | {' | '.join(cells)} |")
+    return "\n".join([*rows, ""])
+
+
+def _cell(finals: Sequence[records.Record], method: str, place: tuple) -> str:
+    def of(name: str) -> dict[int, records.Record]:
+        return {
+            x["seed"]: x
+            for x in finals
+            if (x["data"], x["epsilon"], x["num_public"]) == place and x["method"] == name
+        }
+
+    own, base = of(method), of("warm")
+    if not own:
+        return "not run"
+    accuracy = 100 * np.mean([x["test_accuracy"] for x in own.values()])
+    text = f"{accuracy:.2f}% / {np.mean([x['test_loss'] for x in own.values()]):.4f}"
+    pairs = sorted(own.keys() & base.keys())
+    if method == "warm" or len(pairs) < 2:
+        return text
+    differences = [100 * (own[s]["test_accuracy"] - base[s]["test_accuracy"]) for s in pairs]
+    # 95%, by Student's t.
+    half = (
+        scipy.stats.t.ppf(0.975, len(pairs) - 1)
+        * np.std(differences, ddof=1)
+        / math.sqrt(len(pairs))
+    )
+    return f"{text} ({np.mean(differences):+.2f} ± {half:.2f})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Computes what is missing, then writes the table; see `--help`."""
+    parser = argparse.ArgumentParser(prog="python -m experiments methods", description=__doc__)
+    parser.add_argument("--data", nargs="+", choices=SETTINGS, default=["emnist"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
+    parser.add_argument("--public", nargs="+", type=at_least(1), default=list(PUBLIC))
+    parser.add_argument("--seeds", type=at_least(1), default=10, help="number of final runs")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after them")
+    parser.add_argument("--data-root", type=Path, default=None, help="see the README")
+    parser.add_argument("--synthetic", action="store_true", help="made-up data, for a trial")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    arguments = parser.parse_args(argv)
+    begun, path = time.perf_counter(), arguments.out / "runs.jsonl"
+    sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])
+    provenance = records.provenance(PACKAGES, sources, str(jax.devices()[0].device_kind))
+
+    # The middle number of public images first: it has the search. Then all final runs.
+    sizes = sorted(arguments.public, key=lambda size: size != MIDDLE)
+    for name, num_public in itertools.product(arguments.data, sizes):
+        problem = prepared(name, num_public, arguments.data_root, synthetic=arguments.synthetic)
+        for epsilon, method in itertools.product(arguments.epsilons, arguments.methods):
+            # Twice: final runs at the middle number follow from the search there.
+            for _ in range(2):
+                if time.perf_counter() - begun > 60 * arguments.minutes:
+                    break
+                lines = records.read(path)
+                for line in work(problem, method, epsilon, num_public, lines, arguments.seeds):
+                    records.append(path, line | {"provenance": provenance})
+            print(f"{name}, {num_public} public, ε = {epsilon:g}: {method}", file=sys.stderr)
+    table = table_of(records.read(path))
+    sections.publish(table, "methods", arguments.out, arguments.readme)
+    return 0

@@ -1,0 +1,182 @@
+"""Methods that act before the clip, as charts (`mirrordp.privacy.charts`).
+
+`TrainStep(..., chart=recentred())` clips each example's distance from the public gradient in place
+of its gradient. The others choose coordinates in which examples are clipped: scaled by the sizes of
+public gradients, turned and scaled by a Kronecker-factored public curvature, or split into a public
+subspace and the rest. Each is made of public data, so ε is what it is without it.
+
+All of them are scaled so that the expected squared norm of a public gradient stays what it is: a
+clip norm keeps its meaning.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from mirrordp import _validate
+from mirrordp.mirror.base import matvec
+from mirrordp.mirror.kronecker import KroneckerMap
+from mirrordp.mirror.subspace import SubspaceMap
+from mirrordp.privacy.charts import Chart
+from mirrordp.privacy.sums import float32_or_wider
+from mirrordp.types import PyTree
+from mirrordp.updates.public_sizes import PublicSizes
+
+
+def _zeros(part: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, float32_or_wider(leaf)), part)
+
+
+def recentred() -> Chart:
+    """Returns the chart of DOPE-SGD (Nasr et al., 2023), which clips around the public gradient.
+
+        s = Σ_i clip(∇ℓ(θ; d_i) − ∇Ψ(θ), C),     gradient = s/B + noise + ∇Ψ(θ).
+
+    Where private gradients lie near the public one, a small C loses little of them, and noise is
+    proportional to C. `tuning.public_clip_norm` states norms of gradients, not of these distances.
+    """
+
+    def release(centre: PyTree, mean: PyTree) -> PyTree:
+        return jax.tree.map(lambda m, c: m + c.astype(m.dtype), mean, centre)
+
+    return Chart(
+        init=_zeros,
+        like=_zeros,
+        move=lambda centre, phi: phi,
+        centre=lambda centre: centre,
+        release=release,
+        prepare=lambda centre, public_grad: jax.tree.map(
+            lambda old, new: new.astype(old.dtype), centre, public_grad
+        ),
+    )
+
+
+def scaled_by_public_gradients(*, decay: float = 0.99, epsilon: float = 0.1) -> Chart:
+    """Returns the chart of AdaDPS (Li et al., 2022), which divides by the size of public gradients.
+
+        s = Σ_i clip(D ∇ℓ(θ; d_i), C),     D = c / (√v + ε̄),     gradient = s/B + noise,
+
+    where v is a running mean of squared public gradients, number by number. Noise is the same for
+    all parameters while the gradients of rarely used ones are enlarged.
+
+    Args:
+        decay: of the running mean.
+        epsilon: ε̄ in units of the root mean square of √v; a larger number scales less.
+    """
+    _validate.probability(decay=decay)
+    _validate.positive(epsilon=epsilon)
+
+    def move(state: PublicSizes, phi: PyTree) -> PyTree:
+        scales = state.scales(epsilon)
+        return jax.tree.map(lambda scale, p: (scale * p).astype(p.dtype), scales, phi)
+
+    return Chart(
+        init=PublicSizes.init,
+        like=_zeros,
+        move=move,
+        centre=None,
+        release=lambda state, mean: mean,
+        prepare=lambda state, public_grad: state.updated(public_grad, decay),
+    )
+
+
+class Turned(NamedTuple):
+    """What `kronecker` keeps, in the parameters' type: the map, H^{−1/2} along its axes, and c."""
+
+    mirror_map: KroneckerMap
+    inverse_root: jax.Array
+    c: jax.Array
+
+
+def kronecker(mirror_map: KroneckerMap) -> Chart:
+    """Returns the chart in which the public curvature is the same in every direction.
+
+        s = Σ_i clip(c H^{−1/2} ∇ℓ(θ; d_i), C),     gradient = (H^{−1/2}/c) (s/B + noise),
+
+    with the Hessian H of the map. Without the noise the gradient is H⁻¹∇ℓ, so gradient descent
+    takes the steps of `mirror_descent` with this map; the noise along an eigenvector is divided by
+    the root of its eigenvalue instead of by the eigenvalue. DP-KFC (2026) preconditions before the
+    clip likewise.
+
+    Args:
+        mirror_map: `KroneckerMap.from_public(...)`.
+    """
+    _validate.instance_of(KroneckerMap, "Use KroneckerMap.from_public(...).", mirror_map=mirror_map)
+
+    # On the host, since a step may be compiled.
+    arrays = jax.tree.map(np.asarray, mirror_map)
+    eigenvalues, curvature = np.asarray(mirror_map.eigenvalues), arrays.curvature
+    # Public gradients keep their mean squared norm.
+    c = np.sqrt(curvature.sum() / (curvature / eigenvalues).sum())
+
+    def init(part: PyTree) -> Turned:
+        _check_size(part, mirror_map.num_params)
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(part))
+        kept = Turned(arrays, eigenvalues**-0.5, c)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), kept)
+
+    def turned(state: Turned, phi: PyTree, factor: jax.Array) -> PyTree:
+        """Returns factor H^{−1/2} φ, where φ are coordinates along the eigenvectors."""
+        values, unravel = ravel_pytree(phi)
+        scaled = (factor * state.inverse_root * values).astype(values.dtype)
+        return unravel(state.mirror_map.from_coordinates(scaled))
+
+    return Chart(
+        init=init,
+        like=_zeros,
+        move=lambda state, phi: turned(state, phi, state.c),
+        centre=None,
+        release=lambda state, mean: turned(state, mean, 1 / state.c),
+    )
+
+
+def _check_size(part: PyTree, expected: int) -> None:
+    size = sum(leaf.size for leaf in jax.tree.leaves(part))
+    if size != expected:
+        raise ValueError(
+            f"the chart's map is for {expected} parameters, got {size} trainable ones. Build it "
+            "with the same params and trainable."
+        )
+
+
+def embedded(mirror_map: SubspaceMap, *, residual_weight: float = 1.0) -> Chart:
+    """Returns the chart of GEP (Yu et al., 2021), which clips a public subspace and the rest apart.
+
+        e_i = Vᵀ ∇ℓ(θ; d_i),   r_i = ρ (I − V Vᵀ) ∇ℓ(θ; d_i),
+        s = Σ_i (clip(e_i, C/√2), clip(r_i, C/√2)),   gradient = V s_e/B + s_r/(ρB) + noise.
+
+    The few numbers of e get little noise in all. Both parts are clipped without the one being
+    shortened by the other, and together have norm at most C.
+
+    Args:
+        mirror_map: holds V, e.g. `SubspaceMap.from_directions(public_gradients, rank)`.
+        residual_weight: ρ; above 1, the rest gets less noise and is clipped more.
+    """
+    _validate.instance_of(
+        SubspaceMap, "Use SubspaceMap.from_directions(...).", mirror_map=mirror_map
+    )
+    _validate.positive(residual_weight=residual_weight)
+    basis = np.asarray(mirror_map.basis)
+
+    def init(part: PyTree) -> jax.Array:
+        _check_size(part, mirror_map.num_params)
+        return jnp.asarray(basis, jnp.result_type(jnp.float32, *jax.tree.leaves(part)))
+
+    def combined(basis: jax.Array, phi: tuple[PyTree, jax.Array], weight: float) -> PyTree:
+        """Returns V e + weight (I − V Vᵀ) r for φ = (r, e)."""
+        rest, unravel = ravel_pytree(phi[0])
+        inside = phi[1] - weight * matvec(basis.T, rest)
+        return unravel(weight * rest + matvec(basis, inside.astype(rest.dtype)))
+
+    return Chart(
+        init=init,
+        like=lambda part: (_zeros(part), jnp.zeros(basis.shape[1], jnp.float32)),
+        move=lambda state, phi: combined(state, phi, residual_weight),
+        centre=None,
+        # The noise on the rest has no part inside the subspace after this.
+        release=lambda state, mean: combined(state, mean, 1 / residual_weight),
+        groups=lambda part: (0,) * len(jax.tree.leaves(part)) + (1,),
+    )
