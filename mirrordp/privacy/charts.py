@@ -15,6 +15,7 @@ change.
 The charts themselves are in `mirrordp.updates.before_clip`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,8 +72,8 @@ def charted_loss(chart: Chart, loss_fn: LossFn, trainable: Trainable) -> LossFn:
         loss = loss_fn(trainable.merge(moved, params), example, *key)
         if chart.centre is None:
             return loss
-        products = jax.tree.map(lambda a, b: jnp.vdot(a, b), chart.centre(state), phi)
-        return loss - sum(jax.tree.leaves(products)).astype(loss.dtype)
+        products = jax.tree.leaves(jax.tree.map(jnp.vdot, chart.centre(state), phi))
+        return loss - functools.reduce(jnp.add, products).astype(loss.dtype)
 
     if takes_key(loss_fn):
         return lambda charted, example, key: loss_of(charted, example, key)

@@ -612,6 +612,7 @@ def _scan_passes(
         if step.prepares:
             # Every pass of a step prepares it anew, from the same state and with the same key.
             public_gradient = public_side(state, x.alpha)
+            assert public_gradient is not None
             prepared = step.prepare(state, public_gradient)
         if may_skip:
             partial_sum = jax.lax.cond(

@@ -391,7 +391,6 @@ class FederatedStep:
 
     steps_per_call: ClassVar[int] = 10
     branches: ClassVar[bool] = True
-    prepares: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.optimizer is None:
@@ -645,8 +644,13 @@ class FederatedStep:
         total, _ = jax.lax.scan(add_pass, zero, users.reshape(-1, per_pass))
         return PublicGradient(*jax.tree.map(lambda leaf: leaf / chosen, total))
 
+    @property
+    def prepares(self) -> bool:
+        """False: nothing public acts before the clip."""
+        return False
+
     def prepare(self, state: FederatedState, public_gradient: PublicGradient) -> FederatedState:
-        """Returns the state itself: nothing public acts before the clip."""
+        """Returns the state itself."""
         del public_gradient
         return state
 

@@ -9,7 +9,7 @@ All of them are scaled so that the expected squared norm of a public gradient st
 clip norm keeps its meaning.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,8 @@ class Turned(NamedTuple):
     """What `kronecker` keeps, in the parameters' type: the map, H^{−1/2} along its axes, and c."""
 
     mirror_map: KroneckerMap
-    inverse_root: jax.Array
-    c: jax.Array
+    inverse_root: Any
+    c: Any
 
 
 def kronecker(mirror_map: KroneckerMap) -> Chart:
