@@ -21,7 +21,7 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
 import mirrordp
-from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.data import UNPROTECTED, UnprotectedWarning, sources
 from mirrordp.linear import _inputs, descent, estimators, tuning
 from mirrordp.linear._planning import Scaling
 from mirrordp.linear.descent import ClippedSum, Rows
@@ -1340,7 +1340,7 @@ def test_scaled_rows_and_their_norms_take_no_second_copy(monkeypatch):
     scaling = Scaling.of(x, intercept=True, row_norm_bound=None, stays_sparse=False)
     scaling = dataclasses.replace(scaling, basis=np.linalg.qr(np.ones((101, 101)) + np.eye(101))[0])
     whole = Rows(scaling(x), np.zeros((len(x), 1)))
-    monkeypatch.setattr(descent, "_BLOCK_NUMBERS", 2**14)
+    monkeypatch.setattr(sources, "_BLOCK_NUMBERS", 2**14)
     tracemalloc.start()
     rows = Rows(scaling(x), np.zeros((len(x), 1)))
     norms = rows.norms

@@ -229,18 +229,24 @@ def interruptible(advice: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patiently(doing: str) -> Iterator[None]:
+def patiently(doing: str) -> Iterator[Callable[[str], None]]:
     """Says on standard error what is going on if it takes more than two seconds.
 
     On a terminal the line counts the seconds and goes away at the end; elsewhere it is a plain line
-    after two seconds and another one every half minute.
+    after two seconds and another one every half minute. Yields a function that takes how far the
+    work is, for the next line.
     """
     if quiet.get():
-        yield
+        yield lambda _: None
         return
     done = threading.Event()
     terminal = sys.stderr.isatty()
     began = time.monotonic()
+    so_far = ""
+
+    def note(text: str) -> None:
+        nonlocal so_far
+        so_far = f" {text},"
 
     def tell() -> None:
         shown = not done.wait(_PATIENCE)
@@ -248,10 +254,10 @@ def patiently(doing: str) -> Iterator[None]:
             print(f"mirrordp: {doing} ...", file=sys.stderr, flush=True)
         while not done.is_set():
             if terminal:
-                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                line = f"mirrordp: {doing} ...{so_far} {time.monotonic() - began:.0f} s"
                 print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
             if not done.wait(1.0 if terminal else _REMINDER) and not terminal:
-                line = f"mirrordp: {doing} ... {time.monotonic() - began:.0f} s"
+                line = f"mirrordp: {doing} ...{so_far} {time.monotonic() - began:.0f} s"
                 print(line, file=sys.stderr, flush=True)
         if shown and terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -259,7 +265,7 @@ def patiently(doing: str) -> Iterator[None]:
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     try:
-        yield
+        yield note
     finally:
         done.set()
         thread.join()

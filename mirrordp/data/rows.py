@@ -24,6 +24,7 @@ from mirrordp.data import sources
 from mirrordp.data.sources import UNPROTECTED
 from mirrordp.types import PyTree
 
+_HASHES = 2**23
 HIDDEN = "rows are not shown, nor is their number n, which may be private"
 
 
@@ -271,8 +272,8 @@ def excluded_rows(
         ValueError: see `refuse_private_rows`; or if rows are equal and `overlap` is `REFUSE`.
     """
     require_same_structure(private, public)
-    mask = _equal_rows(private, public)
-    _refuse_private_rows(private, public, mask, "public rows")
+    mask, found = _equal_rows(private, public)
+    _refuse_private_rows(private, public, found, "public rows")
     announce_overlap(mask, "private rows equal a public row", overlap)
     return mask
 
@@ -293,20 +294,19 @@ def refuse_private_rows(private: PrivateData, other: PublicData, what: str = "pu
     Raises:
         ValueError: if most of them equal a private row. The message is for the operator only.
     """
-    _refuse_private_rows(private, other, _equal_rows(private, other), what)
+    _, found = _equal_rows(private, other)
+    _refuse_private_rows(private, other, found, what)
 
 
 def _refuse_private_rows(
-    private: PrivateData, other: PublicData, equal: np.ndarray, what: str
+    private: PrivateData, other: PublicData, found: set[bytes], what: str
 ) -> None:
-    """Does what `refuse_private_rows` says, given the mask of `_equal_rows`."""
+    """Does what `refuse_private_rows` says, given the rows that `_equal_rows` found."""
     others = list(_row_bytes(other))
-    found = set(_row_bytes(private, np.flatnonzero(equal)))
     shared = sum(row in found for row in others)
     if 2 * shared <= len(others):
         return
-    counts = np.unique(_row_hashes(private), return_counts=True)[1]
-    repeated = counts[counts > 1].sum() / len(private)
+    repeated = _share_repeated(private)
     is_copy = len(others) == len(private) and (
         collections.Counter(others) == collections.Counter(_row_bytes(private))
     )
@@ -331,17 +331,33 @@ def announce_overlap(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
     warn(f"{UNPROTECTED} {message}; they contribute nothing to training.", UnprotectedWarning)
 
 
-def _equal_rows(private: PrivateData, other: PublicData) -> np.ndarray:
-    """Returns a mask of the private rows that equal one of the others, byte by byte."""
+def _equal_rows(private: PrivateData, other: PublicData) -> tuple[np.ndarray, set[bytes]]:
+    """Returns a mask of the private rows that equal one of the others, and the bytes of these."""
     known = set(_row_bytes(other))
     hashes = np.unique(_row_hashes(other))
-    mask = np.zeros(len(private), bool)
+    mask, found = np.zeros(len(private), bool), set()
     for start, part in sources.chunks(private.arrays):
         # As a rule few rows have the hash of another; only these can be equal.
         leaves = jax.tree.leaves(part)
         for row in np.flatnonzero(np.isin(_hashes(leaves), hashes)).tolist():
-            mask[start + row] = _bytes_of(leaves, row) in known
-    return mask
+            content = _bytes_of(leaves, row)
+            if content in known:
+                mask[start + row] = True
+                found.add(content)
+    return mask, found
+
+
+def _share_repeated(data: PrivateData) -> float:
+    """Returns the share of rows that equal another one, as far as hashes tell."""
+    repeated, passes = 0, -(-len(data) // _HASHES)
+    for number in range(passes):
+        # Equal rows have equal hashes, so that each pass can look at some of these. The lower bits
+        # of a hash follow from those of the values, which are zero in round numbers.
+        parts = (_hashes(jax.tree.leaves(part)) for _, part in sources.chunks(data.arrays))
+        some = [part[(part >> np.uint64(40)) % np.uint64(passes) == number] for part in parts]
+        counts = np.unique(np.concatenate(some), return_counts=True)[1]
+        repeated += int(counts[counts > 1].sum())
+    return repeated / len(data)
 
 
 def _row_hashes(data: PrivateData | PublicData) -> np.ndarray:
@@ -366,17 +382,9 @@ def _hashes(leaves: list[np.ndarray]) -> np.ndarray:
     return found
 
 
-def _row_bytes(data: PrivateData | PublicData, rows: np.ndarray | None = None) -> Iterator[bytes]:
-    """Yields the bytes of the given rows, by default of all of them."""
-    if rows is None:
-        parts = (part for _, part in sources.chunks(data.arrays))
-    else:
-        step = max(1, sources.CHUNK * len(data) // max(1, data.nbytes))
-        parts = (
-            sources.read_rows(data.arrays, rows[start : start + step])
-            for start in range(0, len(rows), step)
-        )
-    for part in parts:
+def _row_bytes(data: PrivateData | PublicData) -> Iterator[bytes]:
+    """Yields the bytes of all rows."""
+    for _, part in sources.chunks(data.arrays):
         leaves = jax.tree.leaves(part)
         for row in range(len(leaves[0])):
             yield _bytes_of(leaves, row)

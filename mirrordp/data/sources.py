@@ -16,6 +16,7 @@ import functools
 import math
 import mmap
 import os
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ UNPROTECTED = "[not covered by the privacy guarantee; for the operator only]"
 
 CHUNK = 2**25
 """How many bytes of rows `chunks` holds at a time."""
+_BLOCK_NUMBERS = 2**20
 _KEPT_BLOCKS = 2**28
 _THREADS = 4
 # The kernel maps up to 16 pages around a row that it reads: this keeps it to 64 MiB per thread.
@@ -248,6 +250,131 @@ def chunks(tree: PyTree, nbytes: int | None = None) -> Iterator[tuple[int, PyTre
         yield start, found
         for leaf in leaves:
             _forget(leaf, start, min(start + size, length))
+
+
+def row_blocks(*arrays: Any) -> Iterator[slice]:
+    """Yields slices of the rows of arrays, for code whose temporaries must not be as large as they.
+
+    A block has at most 8 MiB of the widest array as float64. Its number of rows is a power of two
+    that follows from the shapes alone, so that sums over blocks are rounded in the same way in
+    memory and on disk. Once a block was used, the memory of its rows of memory maps is given back.
+
+    Args:
+        *arrays: arrays of the same length; None stands for an array that there is not.
+    """
+    arrays = tuple(array for array in arrays if array is not None)
+    length = arrays[0].shape[0]
+    width = max(1, *(math.prod(array.shape[1:]) for array in arrays))
+    size = 1 << max(0, (_BLOCK_NUMBERS // width).bit_length() - 1)
+    for array in arrays:
+        _advise(array, "MADV_SEQUENTIAL")
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        yield slice(start, stop)
+        for array in arrays:
+            _forget(array, start, stop)
+
+
+def computed_rows(function: Callable[..., np.ndarray], *arrays: Any) -> np.ndarray:
+    """Returns what a function makes of each row, computed block by block.
+
+    The result is in memory; if one of the arrays is on disk, it is in an unnamed temporary file.
+
+    Args:
+        function: takes rows of the arrays and returns one row for each. What it makes of a row must
+            not depend on the others.
+        *arrays: arrays of the same length; the function gets None for None.
+    """
+    return computed_columns(lambda *rows: (function(*rows),), *arrays)[0]
+
+
+def computed_columns(
+    function: Callable[..., Sequence[np.ndarray]], *arrays: Any
+) -> Sequence[np.ndarray]:
+    """Does what `computed_rows` does for a function that returns several arrays."""
+    on_disk = any(map(is_on_disk, arrays))
+    length = next(array.shape[0] for array in arrays if array is not None)
+    if length == 0:
+        return function(*arrays)
+    found = GatheredRows(0 if on_disk else math.inf, expected=length)
+    for block in row_blocks(*arrays):
+        found.append(*function(*(None if array is None else array[block] for array in arrays)))
+    return found.finish()
+
+
+class GatheredRows:
+    """Rows that come in batches: in memory, or in unnamed temporary files if they are too many.
+
+    Such a file is in the folder for temporary files (TMPDIR), only its owner could open it, and it
+    goes away with the memory map or the process, however that ends.
+
+    Args:
+        memory: the largest number of bytes in memory.
+        expected: the number of rows to make room for.
+    """
+
+    def __init__(self, memory: float, expected: int = 0):
+        self._memory, self._expected, self._count = memory, expected, 0
+        self._arrays: list[np.ndarray] = []
+        self._files: list[Any] = []
+
+    def append(self, *batch: np.ndarray) -> None:
+        """Adds a batch: rows of one or more arrays, the same number of each."""
+        start, self._count = self._count, self._count + len(batch[0])
+        if not self._arrays:
+            self._arrays = [np.empty((0, *rows.shape[1:]), rows.dtype) for rows in batch]
+        sizes = [rows.dtype.itemsize * math.prod(rows.shape[1:]) for rows in batch]
+        if not self._files and self._count * sum(sizes) > self._memory:
+            self._files = [_temporary_file() for _ in batch]
+            self._write([array[:start] for array in self._arrays])
+            self._arrays = [array[:0].copy() for array in self._arrays]
+        if self._files:
+            self._write(batch)
+            return
+        for array, rows in zip(self._arrays, batch, strict=True):
+            if self._count > len(array):
+                # A large array grows where it is. Batches that are joined at the end would be in
+                # memory twice.
+                room = max(self._count, self._expected, 9 * start // 8)
+                array.resize((room, *array.shape[1:]), refcheck=False)
+            array[start : self._count] = rows
+
+    def _write(self, batch: Sequence[np.ndarray]) -> None:
+        try:
+            for file, rows in zip(self._files, batch, strict=True):
+                file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+                file.flush()
+        except OSError as error:
+            raise _no_room(error) from None
+
+    def finish(self) -> list[np.ndarray]:
+        """Returns the arrays; temporary files are memory maps, which can be written to."""
+        if not self._files or self._count == 0:
+            for array in self._arrays:
+                array.resize((self._count, *array.shape[1:]), refcheck=False)
+            return self._arrays
+        found = []
+        for file, array in zip(self._files, self._arrays, strict=True):
+            with file:
+                shape = (self._count, *array.shape[1:])
+                found.append(np.asarray(np.memmap(file, array.dtype, "r+", shape=shape)))
+        return found
+
+
+def _temporary_file() -> Any:
+    try:
+        return tempfile.TemporaryFile(prefix="mirrordp.")
+    except OSError as error:
+        raise _no_room(error) from None
+
+
+def _no_room(error: OSError) -> OSError:
+    return OSError(
+        error.errno,
+        f"{error.strerror}; rows beyond memory are kept in temporary files, so set TMPDIR to a "
+        "folder on a disk with more room",
+        tempfile.gettempdir(),
+    )
 
 
 def in_memory(tree: PyTree) -> PyTree:

@@ -27,6 +27,7 @@ from mirrordp.data import (
     excluded_rows,
     refuse_private_rows,
 )
+from mirrordp.data.sources import row_blocks
 from mirrordp.tables.encoding import FeatureEncoding
 from mirrordp.tables.files import Table, listed
 from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
@@ -276,10 +277,12 @@ def is_mixed(values: Iterable[Any]) -> bool:
 
 def refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
     """Raises a ValueError that counts NaN and infinity, and names the columns that hold them."""
-    bad = ~np.isfinite(array)
+    bad = np.zeros(array.shape[1:], np.int64)
+    for block in row_blocks(array):
+        bad += np.count_nonzero(~np.isfinite(array[block]), axis=0)
     if not bad.any():
         return
-    columns = np.flatnonzero(bad.reshape(len(array), -1).any(axis=0))
+    columns = np.flatnonzero(bad)
     where = "" if array.ndim == 1 else f" in columns {columns[:5].tolist()}"
     raise ValueError(
         f"{name} must be finite, got {int(bad.sum())} values that are NaN or infinity{where}. Drop "
@@ -289,17 +292,22 @@ def refuse_non_finite(name: str, array: np.ndarray, remark: str) -> None:
 
 
 def mention_other_units(
-    X: np.ndarray, y: np.ndarray | None, X_public: np.ndarray, y_public: np.ndarray
+    X: np.ndarray,
+    y: np.ndarray | None,
+    X_public: np.ndarray,
+    y_public: np.ndarray,
+    counts: np.ndarray | None,
 ) -> None:
     """Warns of columns in which most private values are beyond the public range.
 
     Scales come from public rows. If a pipeline has scaled the private rows only, or if units
-    differ, the fit still succeeds, with a poor model. Targets are compared if `y` is given.
+    differ, the fit still succeeds, with a poor model. Targets of rows that take part are compared
+    if `y` is given.
     """
     found = [f"column {index}" for index in np.flatnonzero(_mostly_beyond(X, X_public))]
-    if y is not None and len(y) and y.shape[1:] == y_public.shape[1:]:
+    if y is not None and y.shape[1:] == y_public.shape[1:]:
         are_numbers = set(y.dtype.kind + y_public.dtype.kind) <= set("fiu")
-        found += ["y"] if are_numbers and np.any(_mostly_beyond(y, y_public)) else []
+        found += ["y"] if are_numbers and np.any(_mostly_beyond(y, y_public, counts)) else []
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warn(
@@ -310,7 +318,9 @@ def mention_other_units(
         )
 
 
-def _mostly_beyond(private: Any, public: np.ndarray) -> np.ndarray:
+def _mostly_beyond(
+    private: Any, public: np.ndarray, counts: np.ndarray | None = None
+) -> np.ndarray:
     """Returns in which columns more than half of the private values are beyond the public range.
 
     Columns that are constant on public rows do not matter, because the model leaves them out.
@@ -326,7 +336,12 @@ def _mostly_beyond(private: Any, public: np.ndarray) -> np.ndarray:
         share = np.bincount(column, weights=beyond, minlength=private.shape[1])
         share += np.where(zeros_beyond, private.shape[0] - stored, 0)
         return (share / private.shape[0] > 0.5) & (low < high)
-    return (((private < low) | (private > high)).mean(axis=0) > 0.5) & (low < high)
+    beyond, rows = np.zeros(private.shape[1:], np.int64), 0
+    for block in row_blocks(private, counts):
+        part = private[block] if counts is None else private[block][counts[block]]
+        beyond += np.count_nonzero((part < low) | (part > high), axis=0)
+        rows += len(part)
+    return (2 * beyond > rows) & (low < high)
 
 
 def copies(
@@ -340,8 +355,8 @@ def copies(
     """
     if issparse(x):
         x, x_public = _digests(x), _digests(csr_array(x_public))
-    # A target that overflowed in scaling is infinite, which PrivateData refuses.
-    private = PrivateData({"x": x, "y": np.nan_to_num(targets)})
+    # Features were found to be finite before, and a target may have overflowed in scaling.
+    private = PrivateData({"x": x, "y": targets}, check_finite=False)
     public = PublicData({"x": x_public, "y": public_targets})
     if len(np.unique(np.column_stack([x_public, public_targets]), axis=0)) < len(x_public):
         refuse_private_rows(private, public)
@@ -370,7 +385,7 @@ def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     """Returns targets as finite float64 numbers, or refuses them."""
     try:
         # In an array of text the numbers may have lost digits because of one row.
-        numbers = None if y.dtype.kind in "US" else y.astype(np.float64)
+        numbers = None if y.dtype.kind in "US" else y.astype(np.float64, copy=False)
     except (TypeError, ValueError, OverflowError):
         numbers = None
     if numbers is None:
@@ -385,9 +400,10 @@ def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
 def as_counts(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     """Returns targets as numbers of at least zero, or refuses them."""
     y = as_numbers(name, y, remark)
-    if (y < 0).any():
+    negative = sum(int(np.count_nonzero(y[block] < 0)) for block in row_blocks(y))
+    if negative:
         raise ValueError(
-            f"{name} must hold counts of at least 0, got {int((y < 0).sum())} negative values. "
+            f"{name} must hold counts of at least 0, got {negative} negative values. "
             f"Correct them, or use PrivateLinearRegression.{remark}"
         )
     return y

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from mirrordp.data import PrivateData, PublicData
+from mirrordp.data.sources import computed_columns
 from mirrordp.linear._planning import Scaling
-from mirrordp.linear.descent import Rows, row_blocks
+from mirrordp.linear.descent import Rows
 from mirrordp.mirror.families import SQUARED_ERROR, Family
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.spending.budget import Budget
@@ -224,18 +225,21 @@ def train_privately(
     """
     network = start.network
     loss = Loss(start.family, network.cut, network.edges)
-    weights = np.ones(len(rows)) if rows.weights is None else rows.weights
-    if rows.counts is not None:
-        weights = np.where(rows.counts, weights, 0.0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = np.empty(rows.features.shape, np.float32)
-        for block in row_blocks(rows.features.shape):
-            scaled[block] = (rows.features[block] - network.shift) * network.factor
-        arrays = (scaled, *(np.asarray(a, np.float32) for a in (rows.targets, weights)))
-    # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
-    finite = np.all([np.isfinite(a).reshape(len(rows), -1).all(axis=1) for a in arrays], axis=0)
-    for array in arrays:
-        array[~finite] = 0.0
+
+    def scaled(x: Any, targets: Any, counts: Any, weights: Any) -> tuple[np.ndarray, ...]:
+        weights = np.ones(len(x)) if weights is None else weights
+        if counts is not None:
+            weights = np.where(counts, weights, 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = (x - network.shift) * network.factor
+            arrays = tuple(np.array(array, np.float32) for array in (x, targets, weights))
+        # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
+        finite = np.all([np.isfinite(a).reshape(len(x), -1).all(axis=1) for a in arrays], axis=0)
+        for array in arrays:
+            array[~finite] = 0.0
+        return arrays
+
+    arrays = tuple(computed_columns(scaled, rows.features, rows.targets, rows.counts, rows.weights))
     num_public = len(start.public[0])
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(start.params))
     signal = mechanism.sampling.expected_batch_size / np.sqrt(num_parameters)

@@ -10,7 +10,7 @@ zero and whose deviation is one to six digits were standardised by their own mom
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import FeatureUnion, Pipeline
 
 from mirrordp.data import UNPROTECTED
+from mirrordp.data.sources import row_blocks
 
 _SAFE_WAY = (
     "Fit it on public rows and freeze it: step.fit(X_public), then make_pipeline("
@@ -88,13 +89,18 @@ def refuse_private_moments(rows: np.ndarray) -> None:
     if len(rows) < _FEWEST_ROWS:
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        centred = np.abs(rows.mean(axis=0)) < _EXACT
-        if not centred.any():
+        means = _column_means(lambda block: block, rows)
+        if not (np.abs(means) < _EXACT).any():
             return
-        columns = list(rows.T)
-        varied = [column for column in columns if not _has_two_values(column)]
-        exact = [abs(column.mean()) < _EXACT > abs(column.std() - 1) for column in varied]
-    if varied and all(exact):
+        deviations = np.sqrt(_column_means(lambda block: (block - means) ** 2, rows))
+        low, high = rows[0].copy(), rows[0].copy()
+        for block in row_blocks(rows):
+            low = np.minimum(low, rows[block].min(axis=0))
+            high = np.maximum(high, rows[block].max(axis=0))
+        between = _column_means(lambda block: (block != low) & (block != high), rows)
+    varied = between > 0
+    exact = (np.abs(means) < _EXACT) & (np.abs(deviations - 1) < _EXACT)
+    if varied.any() and exact[varied].all():
         raise ValueError(
             "X must not be scaled by what private rows say, got columns whose means are zero and "
             "whose deviations are one to six digits, as a StandardScaler leaves the rows that it "
@@ -103,5 +109,9 @@ def refuse_private_moments(rows: np.ndarray) -> None:
         )
 
 
-def _has_two_values(column: np.ndarray) -> bool:
-    return bool(np.logical_or(column == column.min(), column == column.max()).all())
+def _column_means(function: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Returns the mean of a function of the rows in each column."""
+    total = np.zeros(rows.shape[1])
+    for block in row_blocks(rows):
+        total += function(rows[block]).sum(axis=0)
+    return total / len(rows)

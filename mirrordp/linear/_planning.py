@@ -13,8 +13,9 @@ import numpy as np
 import scipy.sparse
 
 from mirrordp._warn import warn
+from mirrordp.data.sources import computed_rows
 from mirrordp.linear import tuning
-from mirrordp.linear.descent import Rows, gradient_norms, row_blocks, row_gains
+from mirrordp.linear.descent import Rows, gradient_norms, row_gains
 from mirrordp.linear.tuning import DescentSettings, PublicObjective
 from mirrordp.mirror.families import Family
 
@@ -67,11 +68,7 @@ class Scaling:
         return cls(shift, factor, intercept, row_norm_bound)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        width = x.shape[1] + self.intercept
-        found = np.empty((len(x), width if self.basis is None else self.basis.shape[1]))
-        for block in row_blocks(x.shape):
-            found[block] = self._scaled(x[block])
-        return found
+        return computed_rows(self._scaled, x)
 
     def _scaled(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):

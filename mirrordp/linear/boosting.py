@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from mirrordp.data.sources import computed_columns, computed_rows, row_blocks
 from mirrordp.linear._planning import Plan, Scaling
 from mirrordp.linear.descent import ClippedSum, NoiseStream, Rows, descend_safely
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, SQUARED_ERROR, Family
@@ -136,30 +137,37 @@ def release_sums(
     added, so that a row changes the sums by its own contribution and by nothing else. A row that
     does not count, or whose scores are not finite, adds exactly zero.
     """
+    grain = 2.0 ** sums.grain_exponent(release.l2_clip_norm)
+    total = np.zeros((size, rows.targets.shape[1] + 1), np.int64)
+    for block in row_blocks(scores, where, rows.targets, rows.counts, rows.weights):
+        grains = np.trunc(_contributions(release, family, scores[block], rows, block) / grain)
+        cells = where[block]
+        # Sums of this many integers below 2³⁵ are exact in float64.
+        for start in range(0, len(grains), _BLOCK):
+            some = slice(start, start + _BLOCK)
+            for column, one in enumerate(grains[some].T):
+                total[:, column] += np.bincount(cells[some], one, size).astype(np.int64)
+    return grain * total
+
+
+def _contributions(
+    release: Release, family: Family, scores: np.ndarray, rows: Rows, block: slice
+) -> np.ndarray:
+    """Returns what each row of a block adds to G and ac·H of its cell."""
     with np.errstate(over="ignore", invalid="ignore"):
-        residuals = family.residuals(scores, rows.targets)
+        residuals = rows.weighted(family.residuals(scores, rows.targets[block]), block)
         curvature = family.curvature(scores) / release.largest_curvature
-        if rows.weights is not None:
-            residuals, curvature = residuals * rows.weights[:, None], curvature * rows.weights
+        curvature = rows.weighted(curvature, block)
         norms = np.linalg.norm(residuals, axis=1)
         keep = np.isfinite(norms) & np.isfinite(curvature)
         if rows.counts is not None:
-            keep &= rows.counts
+            keep &= rows.counts[block]
         limit = release.clip_norm * (1 - sums.RESERVE)
         factors = limit / np.maximum(norms, limit)
         added = np.column_stack(
             [-residuals * factors[:, None], _CURVATURE_WEIGHT * limit * np.clip(curvature, 0, 1)]
         )
-        added = np.where(keep[:, None], added, 0.0)
-    grain = 2.0 ** sums.grain_exponent(release.l2_clip_norm)
-    grains = np.trunc(added / grain)
-    total = np.zeros((size, added.shape[1]), np.int64)
-    # Sums of this many integers below 2³⁵ are exact in float64.
-    for start in range(0, len(grains), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        for column, one in enumerate(grains[block].T):
-            total[:, column] += np.bincount(where[block], one, size).astype(np.int64)
-    return grain * total
+        return np.where(keep[:, None], added, 0.0)
 
 
 def learn_values(
@@ -184,15 +192,19 @@ def learn_values(
         add_noise: adds it to one release after the other.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        scores = model.start(features)
-    bins, values = model.bins(features), []
+        scores = computed_rows(model.start, features)
+    bins, values = computed_columns(model.bins, features), []
     for term in model.terms:
-        where = model.cells(bins, term)
+        where = computed_rows(
+            lambda *own, term=term: model.cells(dict(zip(term, own, strict=True)), term),
+            *(bins[cut] for cut in term),
+        )
         size = model.num_cells(term)
         noisy = add_noise(release_sums(release, family, scores, rows, where, size))
         found = _shrunk(noisy, release, noise_stddev)
         found *= 1.0 if len(term) == 1 else _PAIR_RATE
-        scores += found[where]
+        for block in row_blocks(scores, where):
+            scores[block] += found[where[block]]
         values.append(found)
     return dataclasses.replace(model, values=tuple(values))
 

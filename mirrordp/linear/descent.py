@@ -14,7 +14,8 @@ weight, the row changes the sum by at most C.
 `private_descent` is Algorithm 1 with full batches of this sum, and with a geometry that corrects
 itself where the private loss is steeper than the public one; `mirrordp.linear.tuning` chooses its
 settings. Everything is computed in float64 by NumPy: a step passes over the rows twice, which
-leaves nothing for a compiler to gain.
+leaves nothing for a compiler to gain. Dense rows are read in the blocks of `data.sources`, and may
+be memory maps.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ import numpy as np
 from scipy.sparse import issparse
 
 from mirrordp import _validate
+from mirrordp.data.sources import computed_rows, row_blocks
 from mirrordp.mirror.families import Family
 from mirrordp.privacy import sums
 from mirrordp.privacy.accounting import Adjacency
@@ -38,16 +40,9 @@ from mirrordp.types import PyTree
 
 _LARGEST_NORM, _SMALLEST_NORM = 1e140, 1e-140
 _BLOCK = 4096
-_BLOCK_NUMBERS = 2**20
+_ALL = slice(None)
 # A step is taken back if the curvature exceeds 1/η by so much, and by so many standard errors.
 _TOLERANCE, _STANDARD_ERRORS = 0.25, 3.0
-
-
-def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
-    """Yields rows of a large array, at most 8 MiB at a time, which is what a temporary may take."""
-    size = max(1, _BLOCK_NUMBERS // max(shape[1], 1))
-    for start in range(0, shape[0], size):
-        yield slice(start, start + size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,23 +66,26 @@ class Rows:
     weights: np.ndarray | None = None
 
     def __post_init__(self):
-        if issparse(self.features):
+        features = self.features
+        if issparse(features):
+            if np.isfinite(features.data).all():
+                return
+            row_of = np.repeat(np.arange(len(self)), np.diff(features.indptr))
             finite = np.ones(len(self), bool)
-            lengths = np.diff(self.features.indptr)
-            row_of = np.repeat(np.arange(len(self)), lengths)
-            finite[row_of[~np.isfinite(self.features.data)]] = False
-        else:
-            row_of = None
-            finite = np.asarray(np.isfinite(self.features).all(axis=1))
-        if finite.all():
-            return
-        counts = finite if self.counts is None else self.counts & finite
-        object.__setattr__(self, "counts", counts)
-        if row_of is None:
-            features = np.where(finite[:, None], self.features, 0.0)
-        else:
-            features = self.features.copy()
+            finite[row_of[~np.isfinite(features.data)]] = False
+            features = features.copy()
             features.data = np.where(finite[row_of], features.data, 0.0)
+        else:
+            if all(np.isfinite(features[block]).all() for block in row_blocks(features)):
+                return
+            finite = computed_rows(lambda rows: np.isfinite(rows).all(axis=1), features)
+            features = computed_rows(
+                lambda rows, finite: np.where(finite[:, None], rows, 0.0), features, finite
+            )
+        counts = finite
+        if self.counts is not None:
+            counts = computed_rows(np.logical_and, self.counts, finite)
+        object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "features", features)
 
     def __len__(self) -> int:
@@ -99,11 +97,17 @@ class Rows:
         weights = None if self.weights is None else self.weights[rows]
         return Rows(self.features[rows], self.targets[rows], counts, weights)
 
-    def weighted(self, values: np.ndarray) -> np.ndarray:
-        """Returns values that belong to the rows, along their first axis, times the weights."""
+    def weighted(self, values: np.ndarray, block: slice = _ALL) -> np.ndarray:
+        """Returns values that belong to rows, along their first axis, times the weights."""
         if self.weights is None:
             return values
-        return values * self.weights.reshape((-1,) + (1,) * (values.ndim - 1))
+        return values * self.weights[block].reshape((-1,) + (1,) * (values.ndim - 1))
+
+    def blocks(self) -> Iterator[slice]:
+        """Yields the rows in blocks; those of a sparse array, which is small, as one."""
+        if issparse(self.features):
+            return iter([_ALL])
+        return row_blocks(self.features, self.targets, self.counts, self.weights, self.norms)
 
     @functools.cached_property
     def norms(self) -> np.ndarray:
@@ -111,10 +115,7 @@ class Rows:
         with np.errstate(over="ignore"):
             if issparse(self.features):
                 return np.sqrt(self.features.multiply(self.features).sum(axis=1))
-            found = np.empty(len(self))
-            for block in row_blocks(self.features.shape):
-                found[block] = np.linalg.norm(self.features[block], axis=1)
-            return found
+            return computed_rows(lambda rows: np.linalg.norm(rows, axis=1), self.features)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,31 +188,34 @@ class ClippedSum:
 
     def _grains(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
         """Returns the sum as a whole number of grains, of which any number can be added exactly."""
-        clipped = self._clipped_residuals(theta, rows)
-        total = np.zeros((len(theta), clipped.shape[1]), np.int64)
-        for start in range(0, len(rows), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            part = rows.features[block].T @ clipped[block]
-            total += np.trunc(part / self._grain).astype(np.int64)
+        total = np.zeros((len(theta), theta.size // len(theta)), np.int64)
+        for block in rows.blocks():
+            clipped = self._clipped_residuals(theta, rows, block)
+            features = rows.features[block]
+            for start in range(0, len(clipped), _BLOCK):
+                some = slice(start, start + _BLOCK)
+                part = features[some].T @ clipped[some]
+                total += np.trunc(part / self._grain).astype(np.int64)
         return total
 
-    def _clipped_residuals(self, theta: np.ndarray, rows: Rows) -> np.ndarray:
-        """Returns w_i r_i, scaled so that its product with u_i is clipped, shape (n, m or m·k)."""
+    def _clipped_residuals(self, theta: np.ndarray, rows: Rows, block: slice = _ALL) -> np.ndarray:
+        """Returns w_i r_i, scaled so that its product with u_i is clipped, shape (b, m or m·k)."""
         # An overflow gives an infinite norm, which the lines below turn into a zero.
         with np.errstate(over="ignore", invalid="ignore"):
-            residuals = self.family.residuals(scores_of(rows.features, theta), rows.targets)
-            residuals = rows.weighted(residuals)
-            row_norms = rows.norms.reshape((-1,) + (1,) * (theta.ndim - 2))
+            scores = scores_of(rows.features[block], theta)
+            residuals = self.family.residuals(scores, rows.targets[block])
+            residuals = rows.weighted(residuals, block)
+            row_norms = rows.norms[block].reshape((-1,) + (1,) * (theta.ndim - 2))
             # A residual whose square underflows still counts where the row is long.
             norms = np.maximum(np.linalg.norm(residuals, axis=1), _SMALLEST_NORM) * row_norms
             # Beyond these bounds the squares behind a norm, or the factor, lose their digits.
             keep = np.isfinite(norms) & (norms <= _LARGEST_NORM) & (row_norms >= _SMALLEST_NORM)
             if rows.counts is not None:
-                keep &= rows.counts.reshape((-1,) + (1,) * (theta.ndim - 2))
+                keep &= rows.counts[block].reshape((-1,) + (1,) * (theta.ndim - 2))
             limit = self.l2_clip_norm * (1 - sums.RESERVE)
             factors = limit / np.maximum(norms, limit)
             clipped = np.where(keep[:, None], residuals * factors[:, None], 0.0)
-        return clipped.reshape(len(rows), -1)
+        return clipped.reshape(len(clipped), -1)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the largest distance between the sums of neighbouring data sets."""
@@ -295,25 +299,30 @@ def private_descent(
     return end if add_noise(np.array([gain]))[0] >= 0 else theta
 
 
-def row_gains(family: Family, start: np.ndarray, end: np.ndarray, rows: Rows) -> np.ndarray:
+def row_gains(
+    family: Family, start: np.ndarray, end: np.ndarray, rows: Rows, block: slice = _ALL
+) -> np.ndarray:
     """Returns by how much the loss of each row is lower at the end, without noise."""
+    features, targets = rows.features[block], rows.targets[block]
     with np.errstate(over="ignore", invalid="ignore"):
-        before, after = (
-            family.loss(scores_of(rows.features, theta), rows.targets) for theta in (start, end)
-        )
-        return rows.weighted(before - after)
+        before, after = (family.loss(scores_of(features, theta), targets) for theta in (start, end))
+        return rows.weighted(before - after, block)
 
 
 def clipped_gain(
     family: Family, start: np.ndarray, end: np.ndarray, rows: Rows, bound: float, limit: float
 ) -> float:
     """Returns Σ_i clip(gain_i, ±B) C/B as an exact sum to which a row adds at most C."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        gains = np.clip(row_gains(family, start, end, rows) / bound, -1.0, 1.0)
-    keep = np.isfinite(gains) if rows.counts is None else np.isfinite(gains) & rows.counts
-    grain = 2.0 ** sums.grain_exponent(limit)
-    grains = np.trunc(np.where(keep, gains, 0.0) * (limit * (1 - sums.RESERVE) / grain))
-    return grain * int(grains.astype(np.int64).sum())
+    grain, total = 2.0 ** sums.grain_exponent(limit), 0
+    for block in rows.blocks():
+        with np.errstate(over="ignore", invalid="ignore"):
+            gains = np.clip(row_gains(family, start, end, rows, block) / bound, -1.0, 1.0)
+        keep = (
+            np.isfinite(gains) if rows.counts is None else np.isfinite(gains) & rows.counts[block]
+        )
+        grains = np.trunc(np.where(keep, gains, 0.0) * (limit * (1 - sums.RESERVE) / grain))
+        total += int(grains.astype(np.int64).sum())
+    return grain * total
 
 
 class NoiseStream:

@@ -30,6 +30,7 @@ from mirrordp import _validate
 from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
+from mirrordp.data.sources import computed_rows, row_blocks
 from mirrordp.linear import _inputs, _pipelines, descent, uncertainty
 from mirrordp.linear._planning import FitPlan, Plan, plan_cold, plan_warm
 from mirrordp.linear.descent import Rows, SparseRows
@@ -98,7 +99,9 @@ class _Problem:
 
     def without(self, left_out: np.ndarray) -> "_Problem":
         """Returns the problem in which the private rows of a mask do not take part."""
-        counts = ~left_out if self.counts is None else self.counts & ~left_out
+        counts = computed_rows(
+            lambda counts, out: ~out if counts is None else counts & ~out, self.counts, left_out
+        )
         return dataclasses.replace(self, counts=counts)
 
     def weighted(self, weights: _inputs.Weights) -> "_Problem":
@@ -192,9 +195,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
 
         Args:
             X: private features, shape (n, d), or a data frame (pandas, polars and others), or a
-                sparse matrix, of which only blocks are made dense. Each row is one unit of
-                protection.
-            y: n private targets.
+                sparse matrix, of which only blocks are made dense, or a memory map of float64,
+                which stays on disk. Each row is one unit of protection.
+            y: n private targets, which may also be a memory map. What is computed from memory maps
+                is kept in unnamed temporary files (in TMPDIR).
             X_public: public features, shape (n_pub, d), or a data frame with the columns of X;
                 everything about them may be learned. If the frame holds more than numbers
                 (categories, dates, missing values), both frames are encoded by rules that are
@@ -245,17 +249,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             counts = _inputs.as_mask(counts, X.shape[0])
         if X_public is not None:
             X_public, y_public = _inputs.validated(self, X_public, y_public, public=True)
-            targets = y if counts is None else y[counts]
-            _inputs.mention_other_units(
-                X, targets if isinstance(self, RegressorMixin) else None, X_public, y_public
-            )
+            targets = y if isinstance(self, RegressorMixin) else None
+            _inputs.mention_other_units(X, targets, X_public, y_public, counts)
         if frames is not None:
             # The columns of the frame, rather than the features that they became.
             validate_data(self, columns, skip_check_array=True)  # pyright: ignore[reportArgumentType]
         weights = _inputs.Weights.of(sample_weight, sample_weight_public, X, X_public)
         problem = self._encode(y, y_public).weighted(weights)
         if counts is not None:
-            problem = problem.without(~counts)
+            problem = problem.without(computed_rows(np.logical_not, counts))
         if X_public is not None:
             assert problem.public_targets is not None
             if frames is not None:
@@ -707,10 +709,10 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         y = y.reshape(len(y), -1)
         outputs = y.shape[1]
         shift, scale = np.zeros(outputs), np.ones(outputs)
+        low, high = -np.inf, np.inf
         if self.target_range is not None:
             low, high = self.target_range
             _validate.positive("target_range is (low, high).", width_of_target_range=high - low)
-            y = np.clip(y, low, high)
             shift, scale = np.full(outputs, (low + high) / 2), np.full(outputs, (high - low) / 2)
         if y_public is not None:
             y_public = _inputs.as_numbers("y_public", y_public, "").reshape(len(y_public), -1)
@@ -724,11 +726,14 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         # Only an intercept can undo the shift.
         shift = shift if self.fit_intercept else np.zeros(outputs)
         scale = np.where(scale > 0, scale, 1.0)
-        with np.errstate(over="ignore"):
-            targets = (y - shift) / scale
+
+        def scaled(y: np.ndarray) -> np.ndarray:
+            with np.errstate(over="ignore"):
+                return (np.clip(y, low, high) - shift) / scale
+
         return _Problem(
             families.SQUARED_ERROR,
-            targets,
+            computed_rows(scaled, y),
             None if y_public is None else (y_public - shift) / scale,
             shift=shift,
             scale=scale,
@@ -844,11 +849,11 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
                 "a classifier needs at least two classes, got one class only: "
                 f"{self.classes_.tolist()}. Pass all of them as classes=.{remark}"
             )
-        index = _inputs.class_indices(self.classes_, y)
-        counts = index >= 0
-        if not counts.all():
+        index = computed_rows(lambda labels: _inputs.class_indices(self.classes_, labels), y)
+        unknown = sum(int(np.count_nonzero(index[block] < 0)) for block in row_blocks(index))
+        if unknown:
             warn(
-                f"{UNPROTECTED} {int((~counts).sum())} private rows have a label that is not "
+                f"{UNPROTECTED} {unknown} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",
                 UnprotectedWarning,
             )
@@ -864,18 +869,20 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
             public_targets = self._targets_of(public_index)
             # One more row, shared by all classes, keeps an absent class from being impossible.
             prior = self._targets_of(every_class).mean(axis=0)
-        index = np.maximum(index, 0)
         weights = self._class_weights(public_index)
         shown = ()
         if known is None:
             shown = ("the set of labels: taken from the private rows, it counted as public",)
         return _Problem(
             self._family(),
-            self._targets_of(index),
+            # A row of another label does not count, whatever target it has.
+            computed_rows(lambda index: self._targets_of(np.maximum(index, 0)), index),
             public_targets,
             prior,
-            counts,
-            weights=None if weights is None else weights[index],
+            computed_rows(lambda index: index >= 0, index),
+            weights=None
+            if weights is None
+            else computed_rows(lambda index: weights[np.maximum(index, 0)], index),
             public_weights=None
             if weights is None or public_index is None
             else weights[public_index],

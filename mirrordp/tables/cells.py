@@ -103,7 +103,9 @@ class TreesScorer:
         """Returns the bin of each row, for every cut."""
         return [cut(features).astype(np.int32) for cut in self.cuts]
 
-    def cells(self, bins: Sequence[np.ndarray], term: Sequence[int]) -> np.ndarray:
+    def cells(
+        self, bins: Sequence[np.ndarray] | Mapping[int, np.ndarray], term: Sequence[int]
+    ) -> np.ndarray:
         """Returns the cell of each row in a term."""
         if len(term) == 1:
             return bins[term[0]]

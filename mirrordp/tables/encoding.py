@@ -12,6 +12,7 @@ import numpy as np
 
 from mirrordp._warn import warn
 from mirrordp.data import UnprotectedWarning
+from mirrordp.data.sources import GatheredRows, row_blocks
 from mirrordp.tables.columns import (
     CategoryColumn,
     ClassTarget,
@@ -173,42 +174,44 @@ class TableEncoding(FeatureEncoding):
         """All targets."""
         return (self.target, *self.further_targets)
 
-    def encode(self, batches: Iterable[Table], *, private: bool) -> EncodedTable:
+    def encode(
+        self, batches: Iterable[Table], *, private: bool, memory: float = math.inf
+    ) -> EncodedTable:
         """Encodes features and target.
 
         Args:
             batches: the pieces of one table.
             private: whether messages about its cells need the mark `UNPROTECTED`.
+            memory: the largest number of bytes to hold in memory. If the arrays are larger, they
+                are memory maps of unnamed temporary files (see `mirrordp.data.sources`).
 
         Raises:
             TableError: if a column is missing, or if most of its filled cells have another type.
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
-        features = np.empty((0, len(self.features)))
-        outcomes, rows, source = [], 0, ""
+        found, source = GatheredRows(memory), ""
         names = [target.name for target in self.targets]
         for table in batches:
             source = table.source
             require_columns(table, [*(column.name for column in self.columns), *names], private)
-            if rows + len(table) > len(features):
-                features = _with_rows(features, max(rows + len(table), 9 * rows // 8))
-            self._encode_features(table, tallies, features[rows : rows + len(table)])
-            rows += len(table)
-            outcomes.append(self._encode_targets(table, tallies))
+            features = np.empty((len(table), len(self.features)))
+            self._encode_features(table, tallies, features)
+            found.append(features, *self._encode_targets(table, tallies))
         self.judge(tallies, source, private=private)
-        target, unusable = (np.concatenate(part) for part in zip(*outcomes, strict=True))
-        if unusable.all():
+        features, target, unusable = found.finish()
+        num_unusable = sum(np.count_nonzero(unusable[block]) for block in row_blocks(unusable))
+        if num_unusable == len(unusable):
             raise TableError(
                 f"{mark(private)}expected a usable target {listed(names)} in {source!r}, "
                 "got none in any row; check the column."
             )
         unfamiliar = self.unfamiliar(tallies)
-        if unusable.any():
+        if num_unusable:
             unfamiliar[", ".join(names)] = (
-                f"{np.count_nonzero(unusable)} of {len(unusable)} rows without a usable target, "
-                "which contribute nothing"
+                f"{num_unusable} of {len(unusable)} rows without a usable target, which contribute "
+                "nothing"
             )
-        return EncodedTable(_with_rows(features, rows), target, unusable, unfamiliar)
+        return EncodedTable(features, target, unusable, unfamiliar)
 
     def _encode_targets(
         self, table: Table, tallies: dict[str, Tally]
@@ -246,15 +249,6 @@ class TableEncoding(FeatureEncoding):
             _untagged(value["target"], (NumberTarget, ClassTarget)),
             tuple(_untagged(target, (NumberTarget,)) for target in further),
         )
-
-
-def _with_rows(features: np.ndarray, count: int) -> np.ndarray:
-    """Returns an array whose first rows are those of `features`, which must not be used any more.
-
-    A large array grows where it is. Batches that are joined at the end would be in memory twice.
-    """
-    features.resize((count, features.shape[1]), refcheck=False)
-    return features
 
 
 def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:

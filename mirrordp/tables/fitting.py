@@ -23,6 +23,7 @@ from dp_accounting import gaussian_mechanism
 
 from mirrordp._warn import warn
 from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
+from mirrordp.data.sources import computed_rows, is_on_disk
 from mirrordp.mirror import families
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
@@ -63,13 +64,17 @@ MIN_PUBLIC_ROWS = 10
 
 CEILING_SHOWN = "the scores on test rows of a model without protection, on the operator's terminal"
 
-Stage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""A function that takes a description of a stage and returns a context to run it in."""
+ROWS_IN_MEMORY = 2**28
+"""The number of bytes that encoded private rows may take in memory; more are kept on disk."""
+
+Stage = Callable[[str], contextlib.AbstractContextManager[Callable[[str], object]]]
+"""A function that takes a description of a stage and returns a context to run it in. The context
+gives a function that takes how far the stage is."""
 
 
-def _silent(doing: str) -> contextlib.AbstractContextManager[object]:
+def _silent(doing: str) -> contextlib.AbstractContextManager[Callable[[str], object]]:
     del doing
-    return contextlib.nullcontext()
+    return contextlib.nullcontext(lambda _: None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -379,11 +384,14 @@ def fit_files(
     spend: Ledger | Budget | None = None,
     data_changed: bool = False,
     checkpoint: Checkpoint | None = None,
+    memory: float = ROWS_IN_MEMORY,
     stage: Stage = _silent,
 ) -> FittedTable:
     """Fits a model to the private file under (ε, δ)-differential privacy.
 
     All checks come before the mechanism reads the private rows, so that an error spends nothing.
+    The private file is read in batches. Rows that would take too much memory are kept on disk, and
+    the model is the same, to the bit.
 
     Args:
         private: the CSV or Parquet file whose rows are protected; each row is one unit.
@@ -418,6 +426,8 @@ def fit_files(
             has no room for the run refuses it before any file is read.
         data_changed: acknowledges that the budget was made for another private file.
         checkpoint: keeps the randomness, so that a fit that was interrupted can be resumed.
+        memory: the largest number of bytes that private rows may take in memory, as float64. More
+            are kept in unnamed temporary files (in TMPDIR), as is what is computed from them.
         stage: wraps each stage of the work in a context, for example to report progress.
 
     Raises:
@@ -464,9 +474,14 @@ def fit_files(
             f"{str(public)!r}, got {np.count_nonzero(usable)}; add public rows."
         )
     rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
-    with stage(f"reading {private}"):
+    with stage(f"reading {private}") as note:
         batches = _mention_unused(read_batches(private, private=True), table, ignore)
-        secret = encoding.encode(batches, private=True)
+        secret = encoding.encode(_counted(batches, note), private=True, memory=memory)
+    if ceiling and is_on_disk(secret.features):
+        raise TableError(
+            f"expected private rows that fit in memory for --ceiling, got {len(secret.features)} "
+            "rows, which are kept on disk; leave --ceiling out."
+        )
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
         refuse_private_rows(
@@ -496,7 +511,7 @@ def fit_files(
             secret.target,
             X_public=known.features[usable],
             y_public=known.target[usable],
-            counts=~secret.unusable,
+            counts=computed_rows(np.logical_not, secret.unusable),
             spend=spend,
             checkpoint=checkpoint,
         )
@@ -629,6 +644,15 @@ def _mention_unused(
                 "add the columns to use to the public table.",
                 UnprotectedWarning,
             )
+
+
+def _counted(batches: Iterable[Table], note: Callable[[str], object]) -> Iterator[Table]:
+    """Notes how many rows were read. Fits have an adjacency under which their number is public."""
+    rows = 0
+    for batch in batches:
+        yield batch
+        rows += len(batch)
+        note(f"{rows:,} rows")
 
 
 def _same_content(one: Path, other: Path) -> bool:
