@@ -1,11 +1,14 @@
 """The larger models of `benchmarks.models`, tiny, and its table; times are never asserted."""
 
+import itertools
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import large_models, model_steps, models
+from benchmarks import large_models, model_steps, models, scaling
 from mirrordp.privacy import clipping, ghost
 
 # One of each kind; the other rows differ in sizes alone. The clip norm lies between the norms.
@@ -184,3 +187,19 @@ def test_unknown_model_is_refused(capsys):
 def test_only_plan_prints_the_path_of_each_parameter(capsys):
     models.main(["--models", "lora-8-merged", "--sizes", "tiny", "--only-plan"])
     assert capsys.readouterr().out.count("['adapters']") == 4
+
+
+def test_the_page_on_scaling_has_the_numbers_of_the_cost_model():
+    """From what was measured and stored; nothing is measured here."""
+    page = (scaling.RESULTS.parent.parent / "docs" / "scaling.md").read_text()
+    measured = json.loads(scaling.FILE.read_text())
+    sent = measured["reduction in the program"]
+    assert sent["bytes"] == 8 * sent["parameters"]
+    for kind, model, devices in itertools.product(scaling.scalings(), scaling.MODELS, (1, 8, 512)):
+        batch = scaling.scalings()[kind][devices]
+        times = scaling.computed(measured, model, batch, devices)
+        shown = [times.compute, times.noise, times.reduction, times.step]
+        line = " | ".join([f"| {batch:,}", *(f"{1e3 * each:,.0f}" for each in shown)])
+        share = scaling.share_of_measured(times, model, batch / devices)
+        is_left_out = model != "gpt2-small-512" and (kind == "weak" or devices == 1)
+        assert (f"{line} | {share:.0%} |" in page) is not is_left_out

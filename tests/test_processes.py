@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+import mirrordp
 from mirrordp import Ledger
 from mirrordp.spending import FileLedger
+from mirrordp.training.checkpoint import CheckpointError
 from tests import process_worker, test_mesh
 
 CASES = {
@@ -25,8 +27,11 @@ CASES = {
     "stopped": {"checkpoint": "run", "stop": 2},
     "other": {"checkpoint": "run", "scale": 2.0},
     "resumed": {"checkpoint": "run"},
+    "more": {"checkpoint": "alone"},
     # Last, since processes that lost each other in a run end without a goodbye.
     "uncharged": {"log": "uncharged-log", "process 0": {"refuse": True}},
+    # Sabotage: process 1 does not wait for the charge, and so for a reduction that never comes.
+    "hasty": {"log": "hasty-log", "process 0": {"refuse": True}, "process 1": {"hasty": True}},
 }
 
 
@@ -34,11 +39,22 @@ CASES = {
 def folder(tmp_path_factory):
     """All cases, one after the other in the same two processes, whose start takes the time."""
     found = tmp_path_factory.mktemp("processes")
+    run = resumed_alone(found / "alone")
+    next(run)
+    run.close()  # pyright: ignore[reportAttributeAccessIssue]
+    (found / "charged alone").write_bytes((found / "alone" / "ledger.jsonl").read_bytes())
     processes = process_worker.start(found, CASES, found / "cache")
     process_worker.finish(processes, 150)
     ends = [(found / f"uncharged-{index}").exists() for index in range(2)]
     assert all(ends), (found / "output-0").read_text() + (found / "output-1").read_text()
     return found
+
+
+def resumed_alone(folder):
+    """The run of one process, begun or resumed."""
+    checkpoint = mirrordp.Checkpoint(folder, resume=True, keep=True)
+    rows = test_mesh.ROWS.arrays
+    return process_worker.begun({}, rows, mesh=test_mesh.mesh(4), checkpoint=checkpoint)
 
 
 def result(folder, name):
@@ -113,7 +129,18 @@ def test_no_process_computes_what_is_not_charged(folder):
     first, second = errors(folder, "uncharged")
     assert first == "OSError: no space left"
     assert second == "ProcessLost: process 0 stopped the run: OSError: no space left"
-    assert not (folder / "uncharged-log-1").exists()
+    assert not has_computed(folder, "uncharged")
+
+
+def test_a_process_that_does_not_wait_for_the_charge_is_seen(folder):
+    """Nothing else differs from the run of the test before."""
+    assert json.loads((folder / "hasty-0").read_text()) == {"error": "OSError: no space left"}
+    assert has_computed(folder, "hasty")
+
+
+def has_computed(folder, name):
+    """Whether process 1 has begun a block."""
+    return (folder / f"{name}-log-1").exists()
 
 
 def test_one_ledger_in_the_file_of_process_0(folder):
@@ -140,3 +167,16 @@ def test_another_run_is_not_resumed(folder):
     assert "CheckpointError: expected the same run" in first
     assert "loss_fn" in first
     assert "CheckpointError: expected the same run" in second
+
+
+def test_another_number_of_processes_is_not_resumed(folder):
+    first, second = errors(folder, "more")
+    assert first.startswith("CheckpointError: expected the number of processes")
+    assert ", 1, got 2. Start 1 with" in first
+    assert second == f"ProcessLost: process 0 stopped the run: {first}"
+    charged = (folder / "alone" / "ledger.jsonl").read_bytes()
+    assert charged == (folder / "charged alone").read_bytes()
+    charged = (folder / "run" / "ledger.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"number of processes .*, 2, got 1\."):
+        resumed_alone(folder / "run")
+    assert charged == (folder / "run" / "ledger.jsonl").read_bytes()

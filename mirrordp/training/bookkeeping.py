@@ -341,7 +341,7 @@ class SharedBooks:
                 f"{PRIVATE_RECORDS} of process {number}": found
                 for number, found in enumerate(self._group.gather(records))
             }
-        described["number of processes"] = str(self._group.count)
+        described[checkpoints.PROCESSES] = str(self._group.count)
         entropies: list[int] = []
         if self._group.is_first:
             found = self._own.verified(lambda _: described)

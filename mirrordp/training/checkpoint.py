@@ -59,6 +59,8 @@ _PROCESSORS = "number of processors"
 _IS_RARE = "whether steps are shown before they are kept"
 PLACEMENT = "devices"
 """The name of what a configuration says about devices, compared only if steps are repeated."""
+PROCESSES = "number of processes"
+"""The name of the number of processes in a configuration; without it, there is one."""
 
 
 class CheckpointError(StorageError):
@@ -257,8 +259,19 @@ class RunFolder:
             ]
         self._configuration = described
         if self.saved is not None:
+            self._compare_processes(self.saved.configuration, described)
             self._compare(self.saved.configuration, described)
         return self._entropy
+
+    def _compare_processes(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """Refuses another number of processes in one sentence, since much else differs then."""
+        before, after = (each.get(PROCESSES, "1") for each in (then, now))
+        if before != after:
+            raise CheckpointError(
+                f"expected the number of processes that began the run in {str(self.folder)!r}, "
+                f"{before}, got {after}. Start {before} with the rows that each had, or use "
+                "another folder for a new run."
+            )
 
     def _compare(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
         """Refuses another configuration; rounding matters if steps that were seen run again."""
@@ -434,8 +447,8 @@ def _compare(then: Mapping[str, str], now: Mapping[str, str], folder: Path) -> N
     parts = []
     for name in different:
         before, after = then.get(name, "nothing"), now.get(name, "nothing")
-        long = max(len(before), len(after)) > 300 or re.fullmatch("[0-9a-f]{64}", before)
-        parts.append(name if long else f"{name} ({before} then, {after} now)")
+        is_long = any(len(t) > 300 or re.fullmatch("[0-9a-f]{64}", t) for t in (before, after))
+        parts.append(name if is_long else f"{name} ({before} then, {after} now)")
     raise CheckpointError(
         f"expected the same run as the one in {str(folder)!r}, got one that differs in: "
         f"{'; '.join(parts)}. Resume with what it began with, or use another folder for a new run."

@@ -578,7 +578,10 @@ class Layout:
             shard = np.searchsorted(self.starts, numbers, side="right") - 1
         else:
             shard = self.shard[numbers]
-        parts = [order(numbers[shard == each]) for each in range(shards)]
+        # One sort for all shards: looking for each one's records takes long if there are hundreds.
+        ends = np.cumsum(np.bincount(shard, minlength=shards))
+        sorted_numbers = numbers[np.argsort(shard, kind="stable")]
+        parts = [order(part) for part in np.split(sorted_numbers, ends[:-1])]
         if self.shard is not None:
             rng = _generator(self.entropy, *salt)
             parts = [in_random_places(part, self.size, rng) for part in parts]

@@ -7,20 +7,23 @@ of JAX's coordinator, which process 0 hosts. Nothing of it is released, and noth
 protected: all processes belong to one operator, who trusts the network between them.
 
 A process that has ended is noticed by the others: at once where it takes part in a reduction, and
-otherwise because its sign of life stays away.
+otherwise because its sign of life stays away. JAX notices some of it too, and then aborts this
+process from within; a shell that waits for that says in one sentence what it means.
 """
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ _SIGN_EVERY = 2.0
 _SILENCE = 20.0
 _ARRIVAL = 600.0
 _POLL = 1.0
+# A loop that waits for a message raises; only what cannot is ended from outside, a little later.
+_GRACE = 4.0
 
 _runs = itertools.count()
 _lost = threading.Event()
@@ -60,9 +65,7 @@ class Group:
         self._client = _client()
         self._name = f"mirrordp/{next(_runs)}"
         self._messages = itertools.count()
-        self._began = time.monotonic()
-        self._signs: dict[int, tuple[str | None, float]] = {}
-        _give_signs(self._client, self.index)
+        self._signs = _signs(self._client, self.index)
 
     @property
     def is_first(self) -> bool:
@@ -102,19 +105,9 @@ class Group:
             failed = _found(self._client, f"{self._name}/failed/{sender}")
             if failed is not None:
                 raise ProcessLost(f"process {sender} stopped the run: {failed}")
-            self._check_sign(sender)
-
-    def _check_sign(self, sender: int) -> None:
-        sign, now = _found(self._client, _sign_of(sender)), time.monotonic()
-        last, since = self._signs.get(sender, (None, self._began))
-        if sign is not None and sign != last:
-            self._signs[sender] = (sign, now)
-        elif now - since > (_ARRIVAL if last is None else _SILENCE):
-            _lost.set()
-            raise ProcessLost(
-                f"process {sender} has given no sign of life for {now - since:.0f} seconds. "
-                f"{_ADVICE}"
-            )
+            if self._signs.overdue(sender) > 0.0:
+                _lost.set()
+                raise ProcessLost(self._signs.missing(sender))
 
     @contextlib.contextmanager
     def telling(self, *, is_running: bool = False) -> Iterator[None]:
@@ -125,8 +118,8 @@ class Group:
                 process reaches them.
         """
         done = threading.Event()
-        if is_running:
-            threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+        _guard.take(sentence := _ABRUPT.format(self.index))
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -143,26 +136,18 @@ class Group:
             raise
         finally:
             done.set()
+            # JAX may abort before Python has shown the error of a lost process.
+            if not _lost.is_set():
+                _guard.withdraw(sentence)
 
     def _watch(self, done: threading.Event) -> None:
         """Ends this process if another one is silent, since a reduction may wait for it forever."""
-        signs: dict[int, tuple[str | None, float]] = {}
-        while not done.wait(_SIGN_EVERY):
-            for each in set(range(self.count)) - {self.index}:
-                try:
-                    sign = _found(self._client, _sign_of(each))
-                except ProcessLost:
-                    return
-                last, since = signs.get(each, (None, time.monotonic()))
-                if sign != last or each not in signs:
-                    signs[each] = (sign, time.monotonic())
-                elif time.monotonic() - since > _SILENCE and not done.is_set():
-                    print(
-                        f"ProcessLost: process {each} has given no sign of life for "
-                        f"{_SILENCE:.0f} seconds. {_ADVICE}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+        others = [each for each in range(self.count) if each != self.index]
+        while not done.wait(_POLL):
+            for each in others:
+                if self._signs.overdue(each) > _GRACE and not done.is_set():
+                    _guard.dismiss()
+                    print(f"ProcessLost: {self._signs.missing(each)}", file=sys.stderr, flush=True)
                     os._exit(1)
 
     def compare(self, described: Mapping[str, str]) -> None:
@@ -192,6 +177,67 @@ _ADVICE = (
     "The steps that were begun are charged. Start all processes again, with a checkpoint to go on "
     "from where it stands."
 )
+_ABRUPT = (
+    "ProcessLost: process {} was killed or crashed, or JAX ended it because another one was lost "
+    f"(see above). {_ADVICE}"
+)
+
+
+class _Guard:
+    """A shell that says a sentence on standard error if this process ends without warning.
+
+    JAX ends a process by an abort when its coordinator is gone, and neither Python's `finally` nor
+    `atexit` sees that. The shell reads lines from a pipe until it is closed, as the kernel does for
+    a process that has ended, and then says the last of them.
+    """
+
+    _SCRIPT = (
+        'while IFS= read -r line; do said=$line; done; [ -z "$said" ] || printf "%s\\n" "$said" >&2'
+    )
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._shell: subprocess.Popen[bytes] | None = None
+        self._sentences: list[str] = []
+
+    def take(self, sentence: str) -> None:
+        """Has a sentence said if this process ends without warning from now on."""
+        self._tell(self._sentences.append, sentence)
+
+    def withdraw(self, sentence: str) -> None:
+        """Undoes one `take`."""
+        self._tell(self._sentences.remove, sentence)
+
+    def dismiss(self) -> None:
+        """Lets the shell go without a word."""
+        with (
+            self._lock,
+            contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired),
+        ):
+            if self._shell is not None and self._shell.stdin is not None:
+                self._shell.stdin.write(b"\n")
+                self._shell.stdin.close()
+                self._shell.wait(1.0)
+
+    def _tell(self, change: Callable[[str], None], sentence: str) -> None:
+        # Without a shell, what JAX says has to do.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            if self._shell is None:
+                # In a session of its own, since Ctrl-C is for this process.
+                self._shell = subprocess.Popen(
+                    ["sh", "-c", self._SCRIPT],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+            change(sentence)
+            assert self._shell.stdin is not None
+            said = self._sentences[-1] if self._sentences else ""
+            self._shell.stdin.write(f"{said}\n".encode())
+
+
+_guard = _Guard()
 
 
 def _lost_because(error: Exception) -> ProcessLost:
@@ -214,6 +260,7 @@ def _end_if_lost() -> None:
 
     What was registered with `atexit` after this module was imported has run by now.
     """
+    _guard.dismiss()
     if _lost.is_set():
         if jax.process_index() == 0:
             # The coordinator ends with this process; the others shall hear the reason before.
@@ -240,27 +287,50 @@ def _found(client: Any, place: str) -> str | None:
         raise _lost_because(error) from error
 
 
-def _sign_of(index: int) -> str:
-    return f"mirrordp/alive/{index}"
+class _Signs:
+    """Signs of life: a thread gives those of this process, and notes those of the others."""
 
+    _FOLDER = "mirrordp/alive/"
 
-_signing = threading.Lock()
+    def __init__(self, client: Any, index: int):
+        self._began = time.monotonic()
+        self._heard: dict[int, tuple[str, float]] = {}
+        threading.Thread(
+            target=self._run, args=(client, index), name="mirrordp signs of life", daemon=True
+        ).start()
 
-
-def _give_signs(client: Any, index: int) -> None:
-    """Starts the thread that tells the others that this process lives, once."""
-    if not _signing.acquire(blocking=False):
-        return
-
-    def run() -> None:
+    def _run(self, client: Any, index: int) -> None:
         for number in itertools.count():
             try:
-                client.key_value_set(_sign_of(index), str(number), allow_overwrite=True)
+                client.key_value_set(f"{self._FOLDER}{index}", str(number), allow_overwrite=True)
+                found = client.key_value_dir_get(self._FOLDER)
             except jax.errors.JaxRuntimeError:
-                return
+                return  # Nothing is heard any more, and process 0 is found silent.
+            for place, sign in found:
+                each = int(place.rpartition("/")[2])
+                if sign != self._heard.get(each, (None, 0.0))[0]:
+                    self._heard[each] = (sign, time.monotonic())
             time.sleep(_SIGN_EVERY)
 
-    threading.Thread(target=run, name="mirrordp signs of life", daemon=True).start()
+    def overdue(self, index: int) -> float:
+        """Returns how many seconds ago a sign of a process should have come; negative: not yet."""
+        limit = _SILENCE if index in self._heard else _ARRIVAL
+        return self._silence(index) - limit
+
+    def _silence(self, index: int) -> float:
+        return time.monotonic() - self._heard.get(index, ("", self._began))[1]
+
+    def missing(self, index: int) -> str:
+        """Returns what there is to say of a process that is silent."""
+        return (
+            f"process {index} has given no sign of life for {self._silence(index):.0f} seconds. "
+            f"{_ADVICE}"
+        )
+
+
+@functools.cache
+def _signs(client: Any, index: int) -> _Signs:
+    return _Signs(client, index)
 
 
 def _is_digest(text: str) -> bool:
