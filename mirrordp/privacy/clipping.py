@@ -2,6 +2,11 @@
 
     s(θ) = Σ_i clip(∇ℓ(θ; d_i), C),     clip(v, C) = v · min(1, C / ‖v‖₂)
 
+With automatic clipping (Bu et al., 2022, arXiv:2206.07136) it is v · C / (‖v‖₂ + C) instead, whose
+norm is below C for every v. The paper has v / (‖v‖₂ + γ) and a sum of sensitivity one: that is this
+one with C = γ, divided by γ, so that a learning rate times γ makes the same steps. Written this
+way, no gradient is ever lengthened, and what bounds the rounding of clipped gradients holds here.
+
 A record changes s by at most C (2C when it is replaced). `ClippedGrad.sensitivity` says so, and no
 other code derives it again. The statement holds for the numbers that are computed, not only for the
 formula: norms are taken in float64, factors are rounded down, and sums are exact
@@ -185,6 +190,7 @@ def clipped_grad(
     l2_clip_norm: float,
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
+    automatic: bool = False,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
@@ -204,6 +210,7 @@ def clipped_grad(
             of the others.
         microbatch_size: the number of examples whose gradients are computed at a time; a smaller
             number takes less memory.
+        automatic: scales each gradient v by C / (‖v‖ + C) in place of min(1, C / ‖v‖).
 
     Returns:
         A `ClippedGrad`.
@@ -228,7 +235,11 @@ def clipped_grad(
         leaves = jax.tree.leaves(grads)
         dtype = jnp.result_type(jnp.float32, *leaves)
         factors, norms = clip_factors(
-            [squared_norm(leaf) for leaf in leaves], is_padding, l2_clip_norm, dtype
+            [squared_norm(leaf) for leaf in leaves],
+            is_padding,
+            l2_clip_norm,
+            dtype,
+            automatic=automatic,
         )
         clipped = jax.tree.map(lambda leaf: scaled(leaf, factors), grads)
         return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
@@ -282,8 +293,12 @@ def clip_factors(
     *,
     reserve: float | None = None,
     taken: Sequence[jax.Array] = (),
+    automatic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖.
+    """Returns c_i = min(1, R_i / ‖g_i‖) with R_i = C (1 - reserve) - taken_i, and ‖g_i‖.
+
+    Automatic clipping has c_i = R_i / (‖g_i‖ + C). Either way c_i is at most 1, and c_i ‖g_i‖ is at
+    most R_i.
 
     Padding has factor zero, and so has an example whose norm is not finite or for which `taken`
     leaves nothing of C. The factors are rounded down.
@@ -295,6 +310,7 @@ def clip_factors(
         dtype: the type of the factors.
         reserve: the share of C that the rounding of the sum may need; `sums.RESERVE` by default.
         taken: bounds on what an example may add to the sum otherwise, each of shape [B].
+        automatic: whether to scale every gradient.
     """
 
     def compute(norms_squared, taken, is_padding, traced):
@@ -304,7 +320,8 @@ def clip_factors(
         room = limit * (1 - (sums.RESERVE if reserve is None else reserve))
         room = functools.reduce(jnp.subtract, taken, jnp.broadcast_to(room, norms.shape))
         usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
-        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
+        exact = room / (norms + limit) if automatic else jnp.minimum(1.0, room / norms)
+        exact = jnp.where(usable, exact, 0.0)
         factors = lax.convert_element_type(exact, dtype)
         # A subnormal factor has few bits: if rounded up, it would add more than 1e-6.
         too_large = lax.convert_element_type(factors, exact.dtype) > exact

@@ -343,6 +343,7 @@ class Mechanism:
         *,
         trainable: PyTree | None = None,
         microbatch_size: int | None = None,
+        automatic: bool = False,
     ) -> ClippedGrad:
         """The clipped sum at this mechanism's clip norm; see `mirrordp.privacy.ghost`."""
         return ghost.clipped_grad(
@@ -350,6 +351,7 @@ class Mechanism:
             l2_clip_norm=self.l2_clip_norm,
             trainable=trainable,
             microbatch_size=microbatch_size,
+            automatic=automatic,
         )
 
     def init_noise(self, key: jax.Array, like: PyTree) -> PyTree:

@@ -82,6 +82,9 @@ class TrainStep:
         scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
         noisy_clip_norm: clips the released gradient to this norm once more, as the paper does for
             images.
+        automatic_clip: scales each example's gradient g by C / (‖g‖ + C), automatic clipping, in
+            place of min(1, C / ‖g‖). ε is the same. With a C far below the norms of gradients,
+            all count alike, and only the product of C and the learning rate matters.
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, kept in
             `state.average`; None keeps none.
         trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
@@ -99,6 +102,7 @@ class TrainStep:
     public_batch_size: int | None = None
     scale_noise: bool = True
     noisy_clip_norm: float | None = None
+    automatic_clip: bool = False
     average: Average | None = None
     trainable: Any = None
     microbatch_size: int | None = None
@@ -124,6 +128,7 @@ class TrainStep:
             where_faster(self.loss_fn),
             trainable=self.trainable,
             microbatch_size=self.microbatch_size,
+            automatic=self.automatic_clip,
         )
 
     def check(self, params: Params, private: PrivateData, public: PublicData | None) -> None:
