@@ -39,8 +39,8 @@ METHODS = {
     "both": "`Both()`",
     "none": "no settings given",
 }
-HIDDEN, BATCH_SIZE, EPOCHS = 64, 256, 20
-LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.03, 0.1, 0.3, 1.0), (0.5, 2.0), (0.9, 1.0)
+HIDDEN, BATCH_SIZE, EPOCHS = 64, 512, 20
+LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (1.0, 4.0, 16.0), (0.5, 1.0)
 # Losses beyond count as this much where private rows judge.
 LARGEST_LOSS = 3.0
 

@@ -265,6 +265,7 @@ class TestRefused:
             ({"seed": None}, "seed"),
             ({"steps_per_call": 4}, "steps_per_call"),
             ({"noisy_clip_norm": 1.0}, "noisy_clip_norm"),
+            ({"automatic_clip": True}, "automatic_clip"),
             ({"scale_noise": False}, "scale_noise"),
             ({"params": THETA + 1}, "starting parameters"),
             ({"loss": lambda p, x: 2 * tools.squared_distance(p, x)}, "loss_fn"),

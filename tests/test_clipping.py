@@ -86,6 +86,50 @@ def test_the_contract_rejects_a_broken_clipper(change, tests):
             getattr(ClipperContract(), name)(make, *arguments)
 
 
+AUTOMATIC = [functools.partial(make, automatic=True) for make in CLIPPERS]
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+@pytest.mark.parametrize("make", AUTOMATIC, ids=["explicit", "ghost"])
+class TestAutomaticClipping:
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("test_no_contribution_exceeds_the_clip_norm", ()),
+            ("test_neighbours_differ_by_at_most_the_sensitivity_and_attain_it", ()),
+            ("test_padding_adds_exactly_zero_whatever_it_holds", ()),
+            ("test_a_non_finite_gradient_adds_zero_and_spares_the_others", (np.nan,)),
+            ("test_microbatches_change_nothing", (3,)),
+        ],
+    )
+    def test_keeps_the_promises_of_clipping(self, make, name, arguments):
+        getattr(ClipperContract(), name)(make, *arguments)
+
+    def test_scales_every_gradient_by_its_norm(self, make):
+        """Tiny gradients are left alone, and one of norm C is halved."""
+        for scale in (1e-8, 0.1, 1.0, 10.0):
+            plain = _plain_sum(clipper.make_params(), clipper.make_batch(1, scale), [False])
+            norm = clipper.norm(plain)
+            expected = norm * clipper.CLIP / (norm + clipper.CLIP)
+            assert clipper.norm(clipper.one(make, scale)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+def test_a_factor_that_is_too_large_is_seen(monkeypatch):
+    right = clipping.clip_factors
+
+    def broken(*arguments, automatic, **options):
+        factors, norms = right(*arguments, automatic=automatic, **options)
+        return factors * 1.00001, norms
+
+    monkeypatch.setattr(clipping, "clip_factors", broken)
+    for make in CLIPPERS:
+        with pytest.raises(AssertionError):
+            ClipperContract().test_no_contribution_exceeds_the_clip_norm(
+                functools.partial(make, automatic=True)
+            )
+
+
 def test_norms_of_a_long_gradient_are_not_lost_to_rounding():
     """A float32 sum of a million equal squares would be off by far more than 1e-6."""
     size = 1_000_000

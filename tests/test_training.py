@@ -138,6 +138,14 @@ class TestFormula:
         infos = [info.noisy_grad_norm for _, info in run(noisy_clip_norm=0.5, **options)]
         np.testing.assert_allclose(np.concatenate(infos), np.linalg.norm(free, axis=1), rtol=1e-5)
 
+    def test_automatic_clipping_scales_every_gradient(self):
+        options = {"mechanism": FULL(), "optimizer": recorder(12), "public": None}
+        found = released_gradients(run(automatic_clip=True, **options))
+        gradients, limit = THETA - X, FULL().l2_clip_norm
+        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+        expected = (gradients * limit / (norms + limit)).mean(axis=0)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-4)
+
     def test_any_optimiser_follows(self):
         optimizer = optax.chain(optax.trace(0.9), optax.adam(0.1))
         gradients = released_gradients(run(optimizer=recorder(12), mechanism=FULL()))

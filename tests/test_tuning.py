@@ -1,7 +1,9 @@
 """Searches for settings: free, paid and both."""
 
 import dataclasses
+import io
 import math
+import sys
 import traceback
 import warnings
 
@@ -48,6 +50,11 @@ def tune(**options):
     public = given.pop("public", PUBLIC)
     private = given.pop("private", PRIVATE)
     return mirrordp.tune(tools.squared_distance, start, private, public, **given)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 class TestSettings:
@@ -150,6 +157,55 @@ class TestRehearsal:
         found = [tune(private=rows).rehearsal for rows in (PRIVATE, other)]
         assert found[0] == found[1]
 
+    def test_rows_that_are_played_too_often_do_not_punish_those_who_learn(self):
+        """On the few rows that play, sixty slopes overfit; on all private rows they do not."""
+        rng = np.random.default_rng(0)
+        slopes = rng.normal(size=60)
+        slopes *= math.sqrt(0.18) / np.linalg.norm(slopes)
+
+        def rows(count):
+            x = rng.normal(size=(count, 60)).astype(np.float32)
+            return {"x": x, "y": (x @ slopes + rng.normal(size=count)).astype(np.float32)}
+
+        private, public = PrivateData(rows(3000)), PublicData(rows(300))
+        space = tuning.grid(
+            learning_rate=[1e-3, 0.3], l2_clip_norm=30.0, batch_size=3000, num_steps=30
+        )
+        options = {
+            "loss_fn": squared_error, "start": jnp.zeros(60), "private": private, "public": public,
+            "space": space, "epsilon": 50.0, "delta": 1e-5, "seed": 1,
+        }  # fmt: skip
+        corrected = mirrordp.tune(**options)
+        assert corrected.settings == space[1]
+        test = rows(4000)
+        true, cold = (np.mean((test["x"] @ p - test["y"]) ** 2) for p in (slopes, np.zeros(60)))
+        reached = np.mean((test["x"] @ np.asarray(corrected.params) - test["y"]) ** 2)
+        assert reached - true < 0.5 * (cold - true)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mirrordp.tuning.rehearsal._SHRINKAGE", 0.0)
+            assert mirrordp.tune(**options).settings == space[0]
+
+    def test_roles_go_round(self):
+        """With as many repetitions as parts, every row judges once and plays once."""
+        from mirrordp.tuning.rehearsal import _dealt
+
+        rows = PublicData(np.arange(40, dtype=np.float32)[:, None])
+        dealt = [_dealt(rows, (10, 20, 10), tuning.PublicScore(), turn=r / 4) for r in range(4)]
+        for place, times in ((0, 1), (1, 2), (2, 1)):
+            seen = np.concatenate([parts[place].arrays[:, 0] for parts in dealt])
+            assert (np.bincount(seen.astype(int), minlength=40) == times).all()
+        for parts in dealt:
+            assert len(set(np.concatenate([part.arrays[:, 0] for part in parts]))) == 40
+
+    def test_progress_counts_rehearsals_and_shows_the_best(self, capsys, monkeypatch):
+        tune(progress=True)
+        shown = capsys.readouterr().err.splitlines()
+        assert shown[11].startswith("tune: 12 of 12 rehearsals, best public score ")
+        assert shown[-1] == "tune: private run: step 6 of 6, epsilon 1.5 in all"
+        monkeypatch.setattr("sys.stderr", Terminal())
+        tune(progress=True)
+        assert "100%|" in sys.stderr.getvalue()
+
     def test_says_how_sure_it_is(self):
         nearly = tuning.grid(
             learning_rate=[0.4, 0.4001], l2_clip_norm=2.0, batch_size=100, num_steps=6
@@ -171,7 +227,7 @@ class TestRehearsal:
         runs, rows = 4, 50
         draws = [rng.normal(size=(runs, rows)) + rng.normal(size=(runs, 1)) for _ in range(400)]
         spread = np.std([draw.mean() for draw in draws])
-        stated = np.mean([_standard_error(draw, np.zeros_like(draw)) for draw in draws])
+        stated = np.mean([_standard_error([draw], [1.0]) for draw in draws])
         assert 0.85 * spread < stated < 1.15 * spread
 
     def test_says_when_public_rows_are_too_few(self):
@@ -190,7 +246,7 @@ class TestRehearsal:
             return jnp.asarray(rows.arrays.mean(axis=0))
 
         tune(start=start, space=SPACE[:2])
-        assert seen == [60, 60, 240]
+        assert seen == [120, 120, 120, 120, 240]
 
     def test_diverged_candidates_are_last_and_never_all(self):
         wild = tuning.grid(learning_rate=[0.4, 1e30], l2_clip_norm=2.0, batch_size=100, num_steps=6)
@@ -226,7 +282,7 @@ class TestPaid:
     def test_is_the_best_of_independent_runs(self, monkeypatch):
         monkeypatch.setattr(NumberOfRuns, "draw", lambda self, rng: 4)
         found = tune(way=PAID, seed=8)
-        call = search_module._Call(*TARGET.values(), 8, None, None, False, "")
+        call = search_module._Call(*TARGET.values(), 8, None, None, False, print, "")
         makings = search_module.Makings(
             loss_fn=tools.squared_distance, start=START, private=PRIVATE, public=PUBLIC,
             optimizer=optax.sgd, adjacency=Adjacency.ZERO_OUT, noise=mirrordp.GaussianNoise(),
@@ -315,6 +371,10 @@ class TestPaid:
         assert "not covered by the privacy guarantee" in shown
         assert f"{found.score:.3g}" not in shown
         assert "operator's terminal" in found.report.privacy_card()
+
+    def test_without_being_asked_nothing_is_shown(self, capsys):
+        tune(way=tuning.Paid(NumberOfRuns(4), TestPrivateScore.SCORE))
+        assert capsys.readouterr() == ("", "")
 
     def test_refusals(self):
         two = tuning.grid(learning_rate=0.3, l2_clip_norm=2.0, batch_size=[50, 100], num_steps=6)
@@ -595,7 +655,7 @@ class TestClipNorm:
         assert found.keys() == expected.keys()
         for name, grads in expected.items():
             norms = np.linalg.norm(grads, axis=1)
-            assert found[name] == pytest.approx(np.quantile(norms, 0.5, method="higher"), rel=1e-5)
+            assert found[name] == pytest.approx(np.quantile(norms, 0.9, method="higher"), rel=1e-5)
         frozen = tuning.public_clip_norm(loss, params, PUBLIC, trainable={"a": True, "b": False})
         assert frozen == pytest.approx(found["a"])
 
@@ -717,7 +777,7 @@ class TestAudit:
             options=mirrordp.TrainOptions(), mesh=None, together=8,
         )  # fmt: skip
         space = tuning.grid(learning_rate=[0.99, 1.0], l2_clip_norm=1.0, batch_size=20, num_steps=1)
-        call = search_module._Call(epsilon, self.DELTA, None, None, None, False, "")
+        call = search_module._Call(epsilon, self.DELTA, None, None, None, False, print, "")
         way = tuning.Paid(NumberOfRuns(3))
         plan = search_module._Search.planned(makings, tuple(space), way, call)
         plan = dataclasses.replace(plan, noise_multiplier=noise_factor * plan.noise_multiplier)

@@ -42,6 +42,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="a folder for the model and its report"
     )
+    parser.add_argument(
+        "--progress",
+        action="store_true",
+        help="show how far the search is; for a paid search, the operator alone may see it",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -74,6 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 delta=config["delta"],
                 way=_way(config, found),
                 seed=config.get("seed"),
+                progress=arguments.progress,
                 title=config.get("title", "A model tuned and trained with mirrordp"),
                 **options,
                 **config.get("step", {}),

@@ -2,6 +2,11 @@
 
     s(θ) = Σ_i clip(∇ℓ(θ; d_i), C),     clip(v, C) = v · min(1, C / ‖v‖₂)
 
+With automatic clipping (Bu et al., 2022, arXiv:2206.07136) it is v · C / (‖v‖₂ + C) instead, whose
+norm is below C for every v. The paper has v / (‖v‖₂ + γ) and a sum of sensitivity one: that is this
+one with C = γ, divided by γ, so that a learning rate times γ makes the same steps. Written this
+way, no gradient is ever lengthened, and what bounds the rounding of clipped gradients holds here.
+
 A record changes s by at most C (2C when it is replaced). `ClippedGrad.sensitivity` says so, and no
 other code derives it again. The statement holds for the numbers that are computed, not only for the
 formula: norms are taken in float64, factors are rounded down, and sums are exact
@@ -187,6 +192,7 @@ def clipped_grad(
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
     groups: Sequence[int] | None = None,
+    automatic: bool = False,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
@@ -209,6 +215,7 @@ def clipped_grad(
         groups: the number 0, 1, ... of the group of each trainable leaf, in order. Each of k groups
             is then clipped by itself, to C/√k, so that the whole has norm at most C. By default the
             gradient is clipped as a whole.
+        automatic: scales each gradient v by C / (‖v‖ + C) in place of min(1, C / ‖v‖).
 
     Returns:
         A `ClippedGrad`.
@@ -231,7 +238,7 @@ def clipped_grad(
         # The norm is that of the very numbers that are summed: nothing is computed twice.
         grads = lax.optimization_barrier(grads)
         leaves = jax.tree.leaves(grads)
-        factors, norms = _factors_of(leaves, is_padding, l2_clip_norm, groups)
+        factors, norms = _factors_of(leaves, is_padding, l2_clip_norm, groups, automatic=automatic)
         clipped = [scaled(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
         clipped = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
@@ -252,6 +259,8 @@ def _factors_of(
     is_padding: jax.Array,
     l2_clip_norm: float,
     groups: Sequence[int] | None,
+    *,
+    automatic: bool,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns each leaf's clip factors, and norms that exceed C where a group is clipped."""
     dtype = jnp.result_type(jnp.float32, *leaves)
@@ -263,7 +272,7 @@ def _factors_of(
         )
     count = len(set(numbers))
     if count <= 1:
-        factors, norms = clip_factors(squares, is_padding, l2_clip_norm, dtype)
+        factors, norms = clip_factors(squares, is_padding, l2_clip_norm, dtype, automatic=automatic)
         return [factors] * len(leaves), norms
     # A gradient with a NaN anywhere counts as a whole as zero.
     finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1) for leaf in leaves]
@@ -271,7 +280,7 @@ def _factors_of(
     limit = _limit_of_group(l2_clip_norm, count)
     found = [
         clip_factors([s for s, own in zip(squares, numbers, strict=True) if own == group],
-                     skipped, limit, dtype)
+                     skipped, limit, dtype, automatic=automatic)
         for group in range(count)
     ]  # fmt: skip
     largest = functools.reduce(jnp.maximum, [norms for _, norms in found])
@@ -322,8 +331,12 @@ def clip_factors(
     *,
     reserve: float | None = None,
     taken: Sequence[jax.Array] = (),
+    automatic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns c_i = min(1, (C (1 - reserve) - taken_i) / ‖g_i‖) and ‖g_i‖.
+    """Returns c_i = min(1, R_i / ‖g_i‖) with R_i = C (1 - reserve) - taken_i, and ‖g_i‖.
+
+    Automatic clipping has c_i = R_i / (‖g_i‖ + C). Either way c_i is at most 1, and c_i ‖g_i‖ is at
+    most R_i.
 
     Padding has factor zero, and so has an example whose norm is not finite or for which `taken`
     leaves nothing of C. The factors are rounded down.
@@ -335,6 +348,7 @@ def clip_factors(
         dtype: the type of the factors.
         reserve: the share of C that the rounding of the sum may need; `sums.RESERVE` by default.
         taken: bounds on what an example may add to the sum otherwise, each of shape [B].
+        automatic: whether to scale every gradient.
     """
 
     def compute(norms_squared, taken, is_padding, traced):
@@ -344,7 +358,8 @@ def clip_factors(
         room = limit * (1 - (sums.RESERVE if reserve is None else reserve))
         room = functools.reduce(jnp.subtract, taken, jnp.broadcast_to(room, norms.shape))
         usable = jnp.isfinite(norms) & (room > 0) & ~is_padding
-        exact = jnp.where(usable, jnp.minimum(1.0, room / norms), 0.0)
+        exact = room / (norms + limit) if automatic else jnp.minimum(1.0, room / norms)
+        exact = jnp.where(usable, exact, 0.0)
         factors = lax.convert_element_type(exact, dtype)
         # A subnormal factor has few bits: if rounded up, it would add more than 1e-6.
         too_large = lax.convert_element_type(factors, exact.dtype) > exact

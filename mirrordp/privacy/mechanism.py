@@ -344,6 +344,7 @@ class Mechanism:
         trainable: PyTree | None = None,
         microbatch_size: int | None = None,
         groups: Sequence[int] | None = None,
+        automatic: bool = False,
     ) -> ClippedGrad:
         """The clipped sum at this mechanism's clip norm; see `mirrordp.privacy.ghost`.
 
@@ -353,6 +354,7 @@ class Mechanism:
             "l2_clip_norm": self.l2_clip_norm,
             "trainable": trainable,
             "microbatch_size": microbatch_size,
+            "automatic": automatic,
         }
         if groups is not None:
             return clipping.clipped_grad(loss_fn, groups=groups, **options)

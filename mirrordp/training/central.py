@@ -87,6 +87,9 @@ class TrainStep:
         scale_noise: True for α(g + b), the paper; False for αg + b, the authors' federated code.
         noisy_clip_norm: clips the released gradient to this norm once more, as the paper does for
             images.
+        automatic_clip: scales each example's gradient g by C / (‖g‖ + C), automatic clipping, in
+            place of min(1, C / ‖g‖). ε is the same. With a C far below the norms of gradients,
+            all count alike, and only the product of C and the learning rate matters.
         average: `UniformAverage()` or `ExponentialAverage(decay)` of the iterates, kept in
             `state.average`; None keeps none.
         trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
@@ -106,6 +109,7 @@ class TrainStep:
     public_batch_size: int | None = None
     scale_noise: bool = True
     noisy_clip_norm: float | None = None
+    automatic_clip: bool = False
     average: Average | None = None
     trainable: Any = None
     chart: Chart | None = None
@@ -136,6 +140,7 @@ class TrainStep:
             where_faster(self.loss_fn),
             trainable=self.trainable,
             microbatch_size=self.microbatch_size,
+            automatic=self.automatic_clip,
         )
 
     def _sum_of(self, state: TrainState) -> tuple[ClippedGrad, Params]:
@@ -147,6 +152,7 @@ class TrainStep:
             charted_loss(self.chart, where_faster(self.loss_fn), self.trainable),
             trainable=CHARTED,
             microbatch_size=self.microbatch_size,
+            automatic=self.automatic_clip,
             groups=None if groups is None else groups(self.trainable.part(state.params)),
         )
         return clipped_grad, charted_params(self.chart, state.params, state.chart, self.trainable)

@@ -7,8 +7,25 @@ rows to play with, the rehearsal takes
     B' = min(B, n'),     σ' = σ B'/B,
 
 so that C, the number of steps and the noise σ'C/B' on the mean gradient are those of the real run.
-If B' = B the rows of a batch vary as much as in the real run, too. What differs is that fewer rows
-are seen more often.
+If B' = B the rows of a batch vary as much as in the real run, too.
+
+What differs is that few rows are seen often, so that the model fits them in a way that it cannot
+fit n rows. For least squares and a fit that is linear in the targets, with noise of variance s² in
+them and predictions S y on the rows that were learned from, the expected loss is, up to factors ½,
+
+    H = b + tr(SᵀS) s²/n'            on rows that judge,
+    P = H − 2 tr(S) s²/n'            on rows that were played,
+
+where b is what is left without overfitting. The second term of H shrinks to n'/n of itself in the
+real run. With ρ = tr(SᵀS)/tr(S), which is one for a fit that does not shrink and smaller for one
+that is stopped early, that term is ρ (H − P)/2, and the loss of the real run is about
+
+    H − (1 − n'/n) (ρ/2) (H − P).
+
+Candidates are compared by it, with ρ = ½. Without it, those that learn fast or long would be
+punished for overfitting that the real run does not have.
+
+The roles go round: in each repetition other rows judge and other rows play.
 """
 
 import dataclasses
@@ -24,13 +41,17 @@ from mirrordp.data import PrivateData, PublicData, UnprotectedWarning
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.tuning.progress import Show
 from mirrordp.tuning.scores import PublicScore, check_score, example_scores, minus_loss
 from mirrordp.tuning.settings import Settings
 from mirrordp.tuning.trials import Makings, Trial, batched, trained
+from mirrordp.types import Params, PyTree
 
 _LEAST_ROWS = 20
 _FEW_JUDGES = 50
-_PLAY_PUBLIC = 0.25
+_PLAY_PUBLIC = 0.5
+# ρ of the module's docstring.
+_SHRINKAGE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +60,7 @@ class Rehearsal:
 
     Attributes:
         settings: the candidates.
-        scores: the mean held-out score of each.
+        scores: the mean score of each, corrected for rows that are seen too often.
         differences: by how much the best was better than each.
         standard_errors: the standard error of each difference, over rows and repetitions.
         num_rows: how many public rows played the private ones, played the public ones, and judged.
@@ -89,9 +110,9 @@ def rehearse(
     *,
     score: PublicScore,
     repetitions: int,
-    show: Callable[[str], None],
+    show: Show,
 ) -> Rehearsal:
-    """Rehearses every candidate, each repetition with rows dealt afresh.
+    """Rehearses every candidate, each repetition with other rows in each role.
 
     Randomness comes from fixed seeds: nothing here is secret, and a search that is resumed
     rehearses as before.
@@ -102,7 +123,7 @@ def rehearse(
         mechanism_of: the mechanism of the real run with given settings.
         score: how a model is judged.
         repetitions: how often each candidate is rehearsed.
-        show: called with a line of text on how far it is.
+        show: tells the operator how far it is.
     """
     _validate.positive_integer(repetitions=repetitions)
     public = makings.public
@@ -114,13 +135,32 @@ def rehearse(
     score_fn = score.score_fn or minus_loss(makings.loss_fn)
     real = [mechanism_of(settings) for settings in candidates]
     num_rows = _shares(len(public), score, has_public_role=makings.uses_public(candidates))
+    weights = _weights(num_rows[0], len(makings.private), score)
+    total, best = repetitions * len(candidates), -math.inf
     found = []
     for repetition in range(repetitions):
-        parts = _dealt(public, num_rows, score, seed=repetition)
-        found.append(_rehearsed(makings, candidates, real, parts, score_fn, repetition))
-        best = max(scores.mean() for scores in found[-1])
-        show(f"rehearsal {repetition + 1} of {repetitions}: best held-out score {best:.4g}")
-    return _judged(candidates, real, np.asarray(found), num_rows)
+        parts = _dealt(public, num_rows, score, turn=repetition / repetitions)
+
+        def seen(scores: np.ndarray, done: int, before: int = repetition * len(candidates)):
+            nonlocal best
+            best, done = max(best, float(scores.mean())), before + done
+            text = f"{done} of {total} rehearsals, best public score {best:.4g}, epsilon 0 so far"
+            show(text, done=done, total=total)
+
+        found.append(
+            _rehearsed(makings, candidates, real, parts, weights, score_fn, repetition, seen)
+        )
+    scores = [np.asarray(each) for each in zip(*found, strict=True)]
+    return _judged(candidates, real, scores, weights, num_rows)
+
+
+def _weights(num_played: int, num_private: int, score: PublicScore) -> list[float]:
+    """Returns how much rows that judge count, and those that were played if they do."""
+    # Rows of the caller's own may come from elsewhere, and then H − P is no overfitting.
+    if score.rows is not None or num_played >= num_private:
+        return [1.0]
+    correction = _SHRINKAGE / 2 * (1 - num_played / num_private)
+    return [1 - correction, correction]
 
 
 def _shares(rows: int, score: PublicScore, *, has_public_role: bool) -> tuple[int, int, int]:
@@ -137,9 +177,10 @@ def _shares(rows: int, score: PublicScore, *, has_public_role: bool) -> tuple[in
 
 
 def _dealt(
-    public: PublicData, num_rows: tuple[int, int, int], score: PublicScore, *, seed: int
+    public: PublicData, num_rows: tuple[int, int, int], score: PublicScore, *, turn: float
 ) -> tuple[PrivateData, PublicData | None, PublicData]:
-    order = np.random.default_rng(seed).permutation(len(public))
+    order = np.random.default_rng(0).permutation(len(public))
+    order = np.roll(order, round(turn * len(public)))
 
     def part(first: int, count: int) -> dict:
         rows = np.sort(order[first : first + count])
@@ -158,16 +199,25 @@ def _rehearsed(
     candidates: Sequence[Settings],
     real: Sequence[Mechanism],
     parts: tuple[PrivateData, PublicData | None, PublicData],
+    weights: Sequence[float],
     score_fn: Callable,
     repetition: int,
-) -> np.ndarray:
-    """Returns the held-out scores of every candidate, [candidates, rows]."""
+    seen: Callable[[np.ndarray, int], None],
+) -> list[np.ndarray]:
+    """Returns all scores, [candidates, rows], for each kind of rows that has a weight."""
     played, others, judges = parts
+    scored = (judges, played)[: len(weights)]
     params = makings.begin(others)
     check_score(score_fn, params, judges)
     # All candidates have the same batches and noise, as far as they can, for a fair comparison.
     trials = [Trial(settings, seed=repetition) for settings in candidates]
-    found: dict[int, np.ndarray] = {}
+    found: dict[int, list[np.ndarray]] = {}
+
+    def scores_of(model: Params, arrays: PyTree) -> np.ndarray:
+        scores = np.asarray(example_scores(score_fn, model, arrays), np.float64)
+        # A model that diverged is worse than any other.
+        return np.where(np.isfinite(scores), scores, -np.inf)
+
     with warnings.catch_warnings():
         # Public rows may equal each other.
         warnings.simplefilter("ignore", UnprotectedWarning)
@@ -177,10 +227,10 @@ def _rehearsed(
                 makings, mechanism, [trials[number] for number in numbers], params, played, others
             )
             for number, model in zip(numbers, models, strict=True):
-                scores = np.asarray(example_scores(score_fn, model, judges.arrays), np.float64)
-                # A model that diverged is worse than any other.
-                found[number] = np.where(np.isfinite(scores), scores, -np.inf)
-    return np.stack([found[number] for number in range(len(trials))])
+                found[number] = [scores_of(model, part.arrays) for part in scored]
+                seen(found[number][0], len(found))
+    every = [found[number] for number in range(len(trials))]
+    return [np.stack(of_kind) for of_kind in zip(*every, strict=True)]
 
 
 def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
@@ -202,19 +252,27 @@ def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
 def _judged(
     candidates: Sequence[Settings],
     real: Sequence[Mechanism],
-    scores: np.ndarray,
+    scores: Sequence[np.ndarray],
+    weights: Sequence[float],
     num_rows: tuple[int, int, int],
 ) -> Rehearsal:
-    """Orders the candidates by their scores, [repetitions, candidates, rows]."""
-    means = scores.mean(axis=(0, 2))
+    """Orders the candidates by weighted means of scores, [repetitions, candidates, rows] each."""
+    means = sum(
+        weight * each.mean(axis=(0, 2)) for weight, each in zip(weights, scores, strict=True)
+    )
+    assert isinstance(means, np.ndarray)
     if not np.isfinite(means.max()):
         raise ValueError(
             "every candidate of the rehearsal diverged: no score was finite. Use smaller learning "
             "rates."
         )
     order = np.argsort(-means, kind="stable")
-    best = scores[:, order[0]]
-    errors = [_standard_error(best, scores[:, number]) for number in order]
+    errors = [
+        _standard_error([each[:, order[0]] - each[:, number] for each in scores], weights)
+        if np.isfinite(means[number])
+        else 0.0
+        for number in order
+    ]
     differences = means[order[0]] - means[order]
     largest = max(mechanism.sampling.expected_batch_size for mechanism in real)
     rehearsal = Rehearsal(
@@ -228,16 +286,15 @@ def _judged(
     return dataclasses.replace(rehearsal, remarks=_remarks(rehearsal, largest))
 
 
-def _standard_error(best: np.ndarray, other: np.ndarray) -> float:
-    """Returns the standard error of a mean difference, [repetitions, rows], over both axes."""
-    if not np.isfinite(other).all():
-        return 0.0
-    differences = best - other
-    repetitions, rows = differences.shape
-    over_rows = differences.var(axis=1, ddof=1 if rows > 1 else 0).mean() / (repetitions * rows)
-    over_runs = 0.0
-    if repetitions > 1:
-        over_runs = differences.mean(axis=1).var(ddof=1) / repetitions
+def _standard_error(differences: Sequence[np.ndarray], weights: Sequence[float]) -> float:
+    """Returns the standard error of a weighted mean of differences, [repetitions, rows] each."""
+    over_rows, means = 0.0, 0.0
+    for weight, each in zip(weights, differences, strict=True):
+        repetitions, rows = each.shape
+        variance = each.var(axis=1, ddof=1 if rows > 1 else 0).mean()
+        over_rows += weight**2 * variance / (repetitions * rows)
+        means = means + weight * each.mean(axis=1)
+    over_runs = np.var(means, ddof=1) / np.size(means) if np.size(means) > 1 else 0.0
     return math.sqrt(over_rows + over_runs)
 
 

@@ -46,6 +46,7 @@ from mirrordp.training.bookkeeping import check_spend
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
 from mirrordp.training.engine import TrainOptions, described_loss, described_optimizer, train
 from mirrordp.tuning.automatic import automatic_space
+from mirrordp.tuning.progress import Show, shown_if
 from mirrordp.tuning.rehearsal import Rehearsal, rehearse
 from mirrordp.tuning.scores import (
     PrivateScore,
@@ -75,11 +76,12 @@ class Free:
 
     Args:
         score: how a model is judged.
-        repetitions: how often each candidate is rehearsed, each time with rows dealt afresh.
+        repetitions: how often each candidate is rehearsed, each time with other public rows in each
+            role.
     """
 
     score: PublicScore = dataclasses.field(default_factory=PublicScore)
-    repetitions: int = 2
+    repetitions: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,21 +205,22 @@ def tune(
         together=together,
     )  # fmt: skip
     candidates = _checked(_automatic(makings, epsilon, delta) if space is None else space)
-    call = _Call(epsilon, delta, seed, spend, checkpoint, progress, title)
     check_spend(None, spend, checkpoint)
-    if isinstance(way, Free):
-        return _free(makings, candidates, way, call)
-    rehearsal = None
-    paid = way.paid if isinstance(way, Both) else way
-    plan = _Search.planned(makings, candidates, paid, call)
-    if isinstance(way, Both):
-        _validate.positive_integer(keep=way.keep)
-        rehearsal = rehearse(
-            makings, candidates, plan.mechanism_of, score=way.free.score,
-            repetitions=way.free.repetitions, show=call.show,
-        )  # fmt: skip
-        plan = dataclasses.replace(plan, candidates=tuple(rehearsal.narrowed(way.keep)))
-    return _paid(plan, call, rehearsal, [paid, way.free] if isinstance(way, Both) else [paid])
+    with shown_if(progress) as show:
+        call = _Call(epsilon, delta, seed, spend, checkpoint, progress, show, title)
+        if isinstance(way, Free):
+            return _free(makings, candidates, way, call)
+        rehearsal = None
+        paid = way.paid if isinstance(way, Both) else way
+        plan = _Search.planned(makings, candidates, paid, call)
+        if isinstance(way, Both):
+            _validate.positive_integer(keep=way.keep)
+            rehearsal = rehearse(
+                makings, candidates, plan.mechanism_of, score=way.free.score,
+                repetitions=way.free.repetitions, show=show,
+            )  # fmt: skip
+            plan = dataclasses.replace(plan, candidates=tuple(rehearsal.narrowed(way.keep)))
+        return _paid(plan, call, rehearsal, [paid, way.free] if isinstance(way, Both) else [paid])
 
 
 class _Call(NamedTuple):
@@ -229,12 +232,8 @@ class _Call(NamedTuple):
     spend: Ledger | Budget | None
     checkpoint: Checkpoint | None
     progress: bool
+    show: Show
     title: str
-
-    def show(self, line: str) -> None:
-        """Shows the operator a line."""
-        if self.progress:
-            print(f"tune: {line}", file=sys.stderr, flush=True)
 
 
 def _automatic(makings: Makings, epsilon: float, delta: float) -> list[Settings]:
@@ -301,7 +300,11 @@ def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Ca
         alpha=best.alpha, num_steps=best.num_steps, seed=call.seed, spend=call.spend,
         checkpoint=call.checkpoint, mesh=makings.mesh, options=makings.options,
     ):  # fmt: skip
-        call.show(f"private run: step {info.step} of {info.num_steps}")
+        call.show(
+            f"private run: step {info.step:,} of {info.num_steps:,}, epsilon {call.epsilon:g} in all",
+            done=info.step,
+            total=info.num_steps,
+        )
     assert state is not None
     assert info is not None
     _refuse_private_judges(makings, way)

@@ -330,14 +330,17 @@ def test_the_margin_covers_inputs_that_the_machine_shortens(backend, bits, monke
     assert (roundoff.own > 1e-4) == (bits is not None)
 
 
-def test_clip_factors_are_rounded_down():
+@pytest.mark.parametrize("automatic", [False, True])
+def test_clip_factors_are_rounded_down(automatic):
     """A factor below 1e-38 has few bits left: rounded up, it would let a contribution exceed C."""
     norms = np.geomspace(1.1, 1e44, 1000)
     nobody = jnp.zeros(1000, bool)
     with jax.enable_x64(True):
         squares = jnp.asarray(norms**2)
-        factors, _ = clipping.clip_factors([squares], nobody, 1.0, jnp.float32, reserve=0.0)
-    excess = np.float64(factors) * np.sqrt(np.float64(squares))
+        factors, _ = clipping.clip_factors(
+            [squares], nobody, 1.0, jnp.float32, reserve=0.0, automatic=automatic
+        )
+    excess = np.float64(factors) * (np.sqrt(np.float64(squares)) + automatic)
     assert excess.max() <= 1 + 1e-15
     assert excess[norms < 1e37].min() > 1 - 1e-6
 

@@ -51,6 +51,7 @@ def clipped_grad(
     l2_clip_norm: float,
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
+    automatic: bool = False,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
 
@@ -62,7 +63,11 @@ def clipped_grad(
     """
     chosen = Trainable.of(trainable)
     oracle = clipping.clipped_grad(
-        loss_fn, l2_clip_norm=l2_clip_norm, trainable=chosen, microbatch_size=microbatch_size
+        loss_fn,
+        l2_clip_norm=l2_clip_norm,
+        trainable=chosen,
+        microbatch_size=microbatch_size,
+        automatic=automatic,
     )
 
     def exact_sum(
@@ -86,7 +91,7 @@ def clipped_grad(
                 continue
             name, reason = leaf_names(part)[leaf], split.plan.reason(leaf)
             _warn_if_large(name, [split.leaves[leaf]], split.microbatch_size, reason)
-        run = functools.partial(clipped_sum, split, l2_clip_norm=l2_clip_norm)
+        run = functools.partial(clipped_sum, split, l2_clip_norm=l2_clip_norm, automatic=automatic)
         return in_microbatches(run, split.rows, is_padding, split.microbatch_size)
 
     return ClippedGrad(exact_sum, oracle.l2_clip_norm, oracle.takes_key)

@@ -95,7 +95,12 @@ class Split:
 
 
 def clipped_sum(
-    split: Split, rows: list[jax.Array], is_padding: jax.Array, l2_clip_norm: float
+    split: Split,
+    rows: list[jax.Array],
+    is_padding: jax.Array,
+    l2_clip_norm: float,
+    *,
+    automatic: bool = False,
 ) -> Summed:
     """Returns the clipped sum, and losses and (upper bounds on) norms, of one microbatch."""
     plan, batch_size = split.plan, is_padding.shape[0]
@@ -166,6 +171,7 @@ def clipped_sum(
         dtype,
         reserve=sums.RESERVE + _factors.disturbance(roundoffs.values()),
         taken=taken,
+        automatic=automatic,
     )
 
     for leaf, shared in plan.gram.items():
