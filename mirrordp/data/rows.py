@@ -351,8 +351,8 @@ def _share_repeated(data: PrivateData) -> float:
     """Returns the share of rows that equal another one, as far as hashes tell."""
     repeated, passes = 0, -(-len(data) // _HASHES)
     for number in range(passes):
-        # Equal rows have equal hashes, so that each pass can look at some of these. The lower bits
-        # of a hash follow from those of the values, which are zero in round numbers.
+        # Equal rows have equal hashes, so that each pass can look at some of the hashes. It is
+        # their upper bits that depend on all bits of the values.
         parts = (_hashes(jax.tree.leaves(part)) for _, part in sources.chunks(data.arrays))
         some = [part[(part >> np.uint64(40)) % np.uint64(passes) == number] for part in parts]
         counts = np.unique(np.concatenate(some), return_counts=True)[1]
@@ -378,6 +378,8 @@ def _hashes(leaves: list[np.ndarray]) -> np.ndarray:
         for start in range(0, len(leaf), step):
             block = np.ascontiguousarray(_one_zero(leaf[start : start + step]))
             words = block.reshape(-1).view(f"u{size}").reshape(len(block), count)
+            # In round numbers the lower bits are zero, and would be in their product.
+            words = words ^ (words >> words.dtype.type(4 * size))
             found[start : start + step] += words @ factors
     return found
 

@@ -206,6 +206,25 @@ def _warm(
     return best
 
 
+def scaled_rows(network: NetworkScorer, rows: Rows) -> tuple[np.ndarray, ...]:
+    """Returns scaled features, targets and weights in float32; rows on disk stay there."""
+
+    def scaled(x: Any, targets: Any, counts: Any, weights: Any) -> tuple[np.ndarray, ...]:
+        weights = np.ones(len(x)) if weights is None else weights
+        if counts is not None:
+            weights = np.where(counts, weights, 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = (x - network.shift) * network.factor
+            arrays = tuple(np.array(array, np.float32) for array in (x, targets, weights))
+        # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
+        finite = np.all([np.isfinite(a).reshape(len(x), -1).all(axis=1) for a in arrays], axis=0)
+        for array in arrays:
+            array[~finite] = 0.0
+        return arrays
+
+    return tuple(computed_columns(scaled, rows.features, rows.targets, rows.counts, rows.weights))
+
+
 def train_privately(
     start: Start,
     rows: Rows,
@@ -225,21 +244,7 @@ def train_privately(
     """
     network = start.network
     loss = Loss(start.family, network.cut, network.edges)
-
-    def scaled(x: Any, targets: Any, counts: Any, weights: Any) -> tuple[np.ndarray, ...]:
-        weights = np.ones(len(x)) if weights is None else weights
-        if counts is not None:
-            weights = np.where(counts, weights, 0.0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            x = (x - network.shift) * network.factor
-            arrays = tuple(np.array(array, np.float32) for array in (x, targets, weights))
-        # A row that float32 cannot hold adds nothing, instead of ending the fit for all others.
-        finite = np.all([np.isfinite(a).reshape(len(x), -1).all(axis=1) for a in arrays], axis=0)
-        for array in arrays:
-            array[~finite] = 0.0
-        return arrays
-
-    arrays = tuple(computed_columns(scaled, rows.features, rows.targets, rows.counts, rows.weights))
+    arrays = scaled_rows(network, rows)
     num_public = len(start.public[0])
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(start.params))
     signal = mechanism.sampling.expected_batch_size / np.sqrt(num_parameters)
