@@ -93,11 +93,19 @@ def trained(folder: Path, index: int, count: int, case: dict) -> dict:
     rows = jax.tree.map(lambda leaf: np.array_split(leaf, count)[index], test_mesh.ROWS.arrays)
     kind = case.get("dtype", "float32")
     rows = jax.tree.map(lambda leaf: leaf[case.get("left out", 0) :].astype(kind), rows)
+    rows = jax.tree.map(lambda leaf: leaf + case.get("shift", 0), rows)
     spend = mirrordp.Ledger(mechanism(case).adjacency)
     if "ledger" in case:
         path = folder / case["ledger"]
         adjacency = mechanism(case).adjacency
         spend = FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
+    elif index == 0 and "budget" in case:
+        path, data = folder / case["budget"], mirrordp.PrivateData(rows)
+        spend = (
+            mirrordp.Budget.open(path, data=data)
+            if path.exists()
+            else mirrordp.Budget.create(path, epsilon=20.0, delta=1e-5, data=data)
+        )
     elif index == 0 and "checkpoint" in case:
         spend = None
     checkpoint = None
@@ -121,9 +129,10 @@ def trained(folder: Path, index: int, count: int, case: dict) -> dict:
                 break
             time.sleep(case.get("pause", 0.0))
     finally:
-        if isinstance(spend, FileLedger):
+        if isinstance(spend, FileLedger | mirrordp.Budget):
             spend.close()
-    return {"params": params, "seen": seen, "charged": spend and str(spend.event)}
+    ledger = spend.ledger if isinstance(spend, mirrordp.Budget) else spend
+    return {"params": params, "seen": seen, "charged": ledger and str(ledger.event)}
 
 
 def refuse(*args, **options) -> None:

@@ -394,6 +394,25 @@ class TestRuns:
         with pytest.raises(LedgerError, match="never made afresh"):
             Budget.create(folder, epsilon=EPSILON, delta=DELTA, data=ROWS)
 
+    def test_rows_of_other_processes(self, folder, budget):
+        budget.check_parts(["a", "b"])
+        budget.check_parts(["c"])
+        budget.claim_parts(["a", "b"])
+        budget.claim_parts(["a", "b"])
+        with pytest.raises(BudgetError, match=r"got others in process 2\."):
+            budget.check_parts(["a", "c"])
+        with pytest.raises(BudgetError, match="in 2 processes instead of 3"):
+            budget.claim_parts(["a"])
+        budget.close()
+        with Budget.open(folder, data=ROWS, data_changed=True) as opened:
+            opened.claim_parts(["a", "c"])
+        with Budget.open(folder, data=ROWS) as opened:
+            opened.claim_parts(["a", "c"])
+            with pytest.raises(BudgetError, match="in process 2"):
+                opened.check_parts(["a", "b"])
+        found = [r["parts"] for r in opened.ledger.records if r["kind"] == "parts"]
+        assert found == [["a", "b"], ["a", "c"]]
+
     def test_charging_needs_the_data(self, folder, budget):
         budget.close()
         with Budget.open(folder) as opened, pytest.raises(BudgetError, match="data="):

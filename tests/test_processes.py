@@ -24,6 +24,8 @@ CASES = {
     "kinds": {"process 1": {"dtype": "float16"}},
     "two ledgers": {"process 0": {"ledger": "a.jsonl"}, "process 1": {"ledger": "b.jsonl"}},
     "fresh": {"seed": None, "process 0": {"ledger": "fresh.jsonl"}},
+    "bound": {"budget": "budget", "seed": 11},
+    "changed": {"budget": "budget", "seed": 12, "process 1": {"shift": 1}},
     "stopped": {"checkpoint": "run", "stop": 2},
     "other": {"checkpoint": "run", "scale": 2.0},
     "resumed": {"checkpoint": "run"},
@@ -44,7 +46,7 @@ def folder(tmp_path_factory):
     run.close()  # pyright: ignore[reportAttributeAccessIssue]
     (found / "charged alone").write_bytes((found / "alone" / "ledger.jsonl").read_bytes())
     processes = process_worker.start(found, CASES, found / "cache")
-    process_worker.finish(processes, 150)
+    process_worker.finish(processes, 240)
     ends = [(found / f"uncharged-{index}").exists() for index in range(2)]
     assert all(ends), (found / "output-0").read_text() + (found / "output-1").read_text()
     return found
@@ -149,6 +151,18 @@ def test_one_ledger_in_the_file_of_process_0(folder):
     assert str(ledger.event) == found["charged"] == result(folder, "plain")["charged"]
     # All randomness comes from process 0, and is another one in every run.
     assert found["params"] != result(folder, "plain")["params"]
+
+
+def test_a_budget_is_for_the_rows_of_all_processes(folder):
+    first, second = errors(folder, "changed")
+    assert first.startswith("BudgetError: expected the rows that earlier runs on the budget")
+    assert "got others in process 1." in first
+    assert second == f"ProcessLost: process 0 stopped the run: {first}"
+    # One run of three blocks; the rows of process 1 were noted before the first charge.
+    records = mirrordp.Budget.view(folder / "budget").ledger.records
+    kinds = ["ledger", "parts", "seed", "charge", "charge", "charge"]
+    assert [record["kind"] for record in records] == kinds
+    result(folder, "bound")
 
 
 def test_resumed_to_the_bit_and_charged_once(folder):

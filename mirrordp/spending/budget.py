@@ -121,7 +121,7 @@ class Budget:
 
     def __init__(self, folder: Path, ledger: FileLedger):
         self._folder, self._ledger = folder, ledger
-        self._verified = False
+        self._verified = self._may_change = False
         try:
             header = ledger.records[0]["budget"]
             self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
@@ -214,7 +214,7 @@ class Budget:
         ledger = FileLedger.create(
             folder / LEDGER_FILE,
             adjacency,
-            header={"budget": header, "data": _identify(key, data)},
+            header={"budget": header, "data": identify(key, data)},
         )
         budget = cls(folder, ledger)
         budget._verified = True
@@ -344,8 +344,9 @@ class Budget:
             data: the file, rows or users to compare.
             data_changed: whether the caller acknowledges that the data has changed.
         """
+        self._may_change = data_changed
         bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
-        found = _identify(self._key, data)
+        found = identify(self.key, data)
         if found["kind"] != bound["kind"]:
             raise BudgetError(
                 f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
@@ -366,6 +367,41 @@ class Budget:
         """Compares the rows or users of a run, unless `open` compared the data."""
         if not self._verified:
             self.check_data(rows)
+
+    def check_parts(self, parts: Sequence[str]) -> None:
+        """Raises a `BudgetError` if processes hold other rows than in the first run of several.
+
+        The data of the budget are those of process 0, which makes it. The first run of several
+        processes also binds it to the rows of the others.
+
+        Args:
+            parts: the fingerprints of the rows of processes 1, 2, ..., under `key`.
+        """
+        bound = self._parts
+        if bound is not None and bound != list(parts) and not self._may_change:
+            others = [
+                n for n, pair in enumerate(zip(bound, parts, strict=False), 1) if len({*pair}) > 1
+            ]
+            which = f"in process {', '.join(map(str, others))}"
+            if len(bound) != len(parts):
+                which = f"in {len(parts) + 1} processes instead of {len(bound) + 1}"
+            raise BudgetError(
+                f"expected the rows that earlier runs on the budget {str(self._folder)!r} had in "
+                f"each process, got others {which}. Changed data gets no fresh budget. Use the "
+                "data as it was, or open the budget with data_changed=True to use what is left."
+            )
+
+    def claim_parts(self, parts: Sequence[str]) -> None:
+        """Records the rows of other processes durably, if `check_parts` allows it."""
+        with self._ledger.mutex:
+            self.check_parts(parts)
+            if self._parts != list(parts):
+                self._ledger.append("parts", {"parts": list(parts)})
+
+    @property
+    def _parts(self) -> list[str] | None:
+        found = [record["parts"] for record in self._ledger.records if record["kind"] == "parts"]
+        return found[-1] if found else None
 
     def require_data(self) -> None:
         """Raises a `BudgetError` unless the budget was opened with the data that it is for."""
@@ -396,16 +432,17 @@ class Budget:
         with self._ledger.mutex:
             self.check_seed(seed, run)
             if seed is not None and not self._runs_with(seed):
-                content = {"run": run, "fingerprint": _fingerprint.of_seed(self._key, seed)}
+                content = {"run": run, "fingerprint": _fingerprint.of_seed(self.key, seed)}
                 self._ledger.append("seed", content)
 
     def _runs_with(self, seed: int) -> list[str]:
-        fingerprint = _fingerprint.of_seed(self._key, seed)
+        fingerprint = _fingerprint.of_seed(self.key, seed)
         claims = [record for record in self._ledger.records if record["kind"] == "seed"]
         return [record["run"] for record in claims if record["fingerprint"] == fingerprint]
 
     @property
-    def _key(self) -> bytes:
+    def key(self) -> bytes:
+        """The key of the fingerprints, which is secret."""
         return _fingerprint.read_key(self._folder)
 
     def admit(self, mechanism: Mechanism, *, charged_steps: int = 0, num_steps: int) -> None:
@@ -587,7 +624,8 @@ class Budget:
         self.close()
 
 
-def _identify(key: bytes, data: Data) -> dict[str, Any]:
+def identify(key: bytes, data: Data) -> dict[str, Any]:
+    """Returns the kind of some data and its fingerprint under a key."""
     _require_usable(data)
     if isinstance(data, str | os.PathLike):
         return {"kind": "file", "fingerprint": _fingerprint.of_file(key, data)}

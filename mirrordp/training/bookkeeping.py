@@ -22,7 +22,7 @@ from mirrordp import _validate
 from mirrordp.data import PrivateClients, PrivateData
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.secure import SecureRandom
-from mirrordp.spending.budget import Budget
+from mirrordp.spending.budget import Budget, identify
 from mirrordp.spending.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
@@ -76,6 +76,7 @@ class Books:
         self._every, self._first = every, first
         self._budget = spend if isinstance(spend, Budget) else None
         self.seeds = tuple(seeds)
+        self._parts: Sequence[str] = ()
         name = secrets.token_hex(8) if folder is None else folder.id
         self._names = run_names(name, len(self.seeds))
         # Where the generators stand after each number of draws: blocks are drawn ahead of time.
@@ -156,6 +157,23 @@ class Books:
         for seed, name in zip(self.seeds, self._names, strict=True):
             budget.check_seed(seed, name)
 
+    @property
+    def budget_key(self) -> bytes | None:
+        """The key of the budget's fingerprints, or None without a budget."""
+        return None if self._budget is None else self._budget.key
+
+    def compare_parts(self, parts: Sequence[str]) -> None:
+        """Compares the records of other processes with those of earlier runs on the budget.
+
+        `claim` notes them with the budget.
+
+        Args:
+            parts: the fingerprints of the records of processes 1, 2, ..., under `budget_key`.
+        """
+        assert self._budget is not None
+        self._budget.check_parts(parts)
+        self._parts = parts
+
     def _charged_steps(self, name: str) -> int:
         return 0 if self._folder is None else self._folder.ledger.charged_steps(name)
 
@@ -175,6 +193,8 @@ class Books:
     def claim(self) -> None:
         """Notes the seeds with the budget, which refuses them to any other run."""
         if self._budget is not None:
+            if self._parts:
+                self._budget.claim_parts(self._parts)
             for seed, name in zip(self.seeds, self._names, strict=True):
                 self._budget.claim_seed(seed, name)
 
@@ -306,13 +326,29 @@ class SharedBooks:
         private: PrivateData | PrivateClients,
         **options: Any,
     ) -> "SharedBooks":
-        """Opens the books on process 0, as `Books.open` does, and a copy of them elsewhere."""
-        checkpoint = options["checkpoint"]
+        """Opens the books on process 0, as `Books.open` does, and a copy of them elsewhere.
+
+        A budget compares the records of all processes; the key of its fingerprints goes to the
+        others, as that of a checkpoint does.
+        """
         if group.is_first:
-            return cls(Books.open(mechanism, private, **options), group, checkpoint)
-        ledger = options["spend"] or Ledger(mechanism.adjacency)
-        own = Books(mechanism, ledger, seeds=options["seeds"], first=options["first"])
-        return cls(own, group, checkpoint)
+            own = Books.open(mechanism, private, **options)
+        else:
+            ledger = options["spend"] or Ledger(mechanism.adjacency)
+            own = Books(mechanism, ledger, seeds=options["seeds"], first=options["first"])
+        try:
+            key = group.from_first(own.budget_key.hex() if own.budget_key else None)
+            if key is not None:
+                part = (
+                    "" if group.is_first else identify(bytes.fromhex(key), private)["fingerprint"]
+                )
+                _, *parts = group.gather(part)
+                if group.is_first:
+                    own.compare_parts(parts)
+        except BaseException:
+            own.close()
+            raise
+        return cls(own, group, options["checkpoint"])
 
     def verified(self, configuration: Callable[[bytes | None], Mapping[str, str]]) -> list[int]:
         """Returns the seeds of the runs' randomness: those of process 0.

@@ -260,7 +260,6 @@ def _end_if_lost() -> None:
 
     What was registered with `atexit` after this module was imported has run by now.
     """
-    _guard.dismiss()
     if _lost.is_set():
         if jax.process_index() == 0:
             # The coordinator ends with this process; the others shall hear the reason before.
@@ -268,7 +267,9 @@ def _end_if_lost() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        _guard.dismiss()
         os._exit(1)
+    _guard.dismiss()
 
 
 def _client() -> Any:
