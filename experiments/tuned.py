@@ -1,9 +1,10 @@
 """`python -m experiments tuning`: settings chosen by hand, free, paid or not at all, at one ε.
 
-A small network on real tables, from a public start. By hand means as everybody does it: every
-candidate is trained with all of ε on four fifths of the private rows, the others judge without
-noise, and the best one is trained once more on all rows. Its ε does not cover the search. The
-others are `mirrordp.tune`, whose ε does.
+A small network on real tables, or the paper's networks on images, from a public start. By hand
+means as everybody does it: every candidate is trained with all of ε on four fifths of the private
+rows, the others judge without noise, and the best one is trained once more on all rows. Its ε does
+not cover the search. The others are `mirrordp.tune`, whose ε does. A finished run is a line of the
+result file at once, and is not done again.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,58 @@ import optax
 import threadpoolctl
 
 import mirrordp
-from experiments import records, sections
+from experiments import datasets, records, sections
+from experiments.deep import tasks
 from experiments.options import at_least, existing_file
 from experiments.shift import DELTA, PACKAGES
 from experiments.table_models import TABLES, measured, split_table
 from mirrordp import tuning
-from mirrordp.tables import Table
+from mirrordp.training.sweep import run_state
+from mirrordp.types import LossFn, Params, PyTree
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
 METHODS = {
+    "start": "public rows alone",
     "hand": "by hand, not charged",
     "free": "`Free()`",
     "paid": "`Paid()`",
     "both": "`Both()`",
     "none": "no settings given",
 }
+IMAGES = {"cifar10": 1e-5, "emnist": 1e-6}
 HIDDEN, BATCH_SIZE, EPOCHS = 64, 512, 20
-LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (1.0, 4.0, 16.0), (0.5, 1.0)
+LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (2.0, 8.0), (0.5, 1.0)
+# The paper's batches and clip norm, and rates around those that were found for it by hand.
+IMAGE_BATCH_SIZE, IMAGE_EPOCHS = 500, 50
+IMAGE_RATES, IMAGE_CLIP_NORMS, IMAGE_ALPHAS = (0.05, 0.1, 0.2, 0.4, 0.8), (1.0,), (0.8, 1.0)
+PUBLIC_BATCH_SIZE, TOGETHER = 128, 8
 # Losses beyond count as this much where private rows judge.
 LARGEST_LOSS = 3.0
 
 Rows = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be learned, and how well a model does on test rows.
+
+    Attributes:
+        loss: the loss of one row.
+        start: learns the start from public rows.
+        private: the private rows.
+        public: the public rows.
+        space: the candidates.
+        measured: `measured(params)` returns measures on test rows.
+        delta: δ.
+    """
+
+    loss: LossFn
+    start: Callable[[mirrordp.PublicData], Params]
+    private: PyTree
+    public: PyTree
+    space: list[tuning.Settings]
+    measured: Callable[[Params], dict[str, float]]
+    delta: float
 
 
 def rows_of(data: Any, part: str, task: str) -> Rows:
@@ -58,7 +90,7 @@ def rows_of(data: Any, part: str, task: str) -> Rows:
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
-def problem(width: int, task: str):
+def network(width: int, task: str):
     """Returns the scores of a network, their loss, and cold parameters."""
     keys = jax.random.split(jax.random.key(0))
     cold = {
@@ -79,12 +111,20 @@ def problem(width: int, task: str):
     return score, loss, cold
 
 
-def fit(method: str, private: Rows, public: Rows, task: str, epsilon: float, seed: int):
-    """Returns the scores of a trained network as a function, and the settings."""
-    score, loss, cold = problem(private["x"].shape[1], task)
+def table_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
+    """Returns a network on a table; `most_rows` limits the private rows."""
+    data, task, _ = split_table(TABLES[name][2](folder / "tabular"), name, seed)
+    private, public, test = (rows_of(data, part, task) for part in ("private", "public", "test"))
+    private = {key: rows[:most_rows] for key, rows in private.items()}
+    score, loss, cold = network(private["x"].shape[1], task)
 
-    def start(rows):
-        return mirrordp.warm_start(loss, cold, rows, seed=0).params
+    def measures(params: Params) -> dict[str, float]:
+        found = np.asarray(jax.vmap(score, (None, 0))(params, test["x"]))
+        if task == "regression":
+            found = found * data["public_y"].std() + data["public_y"].mean()
+        else:
+            found = 1 / (1 + np.exp(-found))
+        return measured(task, data["test_y"], found)
 
     space = tuning.grid(
         learning_rate=LEARNING_RATES,
@@ -93,87 +133,145 @@ def fit(method: str, private: Rows, public: Rows, task: str, epsilon: float, see
         num_steps=EPOCHS * len(private["y"]) // BATCH_SIZE,
         alpha=ALPHAS,
     )
-    privately = tuning.PrivateScore(lambda params, row: -loss(params, row), -LARGEST_LOSS, 0.0)
-    paid = tuning.Paid(tuning.NumberOfRuns(10), privately)
+    return Problem(
+        loss,
+        lambda rows: mirrordp.warm_start(loss, cold, rows, seed=0).params,
+        private, public, space, measures, DELTA,
+    )  # fmt: skip
+
+
+def image_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
+    """Returns the paper's network on images, pre-trained on public ones with augmentation."""
+    prepared, task = datasets.prepare(name, folder, seed=seed), tasks.task(name)
+    private = jax.tree.map(lambda leaf: leaf[:most_rows], prepared.private)
+    cold = task.network.init(jax.random.key(seed))
+
+    def start(rows: mirrordp.PublicData) -> Params:
+        return mirrordp.warm_start(
+            task.augmented_loss, cold, rows, holdout_loss_fn=task.judging_loss, batch_size=64,
+            patience=20, max_epochs=200, seed=seed,
+        ).params  # fmt: skip
+
+    def measures(params: Params) -> dict[str, float]:
+        stacked = jax.tree.map(lambda leaf: leaf[None], params)
+        test = jax.device_put(prepared.test)
+        found = tasks.evaluate(task, stacked, test, batch_size=500)
+        return {key: float(value[0]) for key, value in found.items()}
+
+    space = tuning.grid(
+        learning_rate=IMAGE_RATES,
+        l2_clip_norm=IMAGE_CLIP_NORMS,
+        batch_size=IMAGE_BATCH_SIZE,
+        num_steps=IMAGE_EPOCHS * len(private[1]) // IMAGE_BATCH_SIZE,
+        alpha=IMAGE_ALPHAS,
+    )
+    return Problem(
+        task.network.loss, start, private, prepared.public, space, measures, IMAGES[name]
+    )
+
+
+def fit(method: str, problem: Problem, epsilon: float, seed: int):
+    """Returns the parameters of a trained network, and the settings."""
+    privately = tuning.PrivateScore(_minus(problem.loss), -LARGEST_LOSS, 0.0)
     ways = {
         "free": tuning.Free(),
-        "paid": paid,
+        "paid": tuning.Paid(tuning.NumberOfRuns(10), privately),
         "both": tuning.Both(paid=tuning.Paid(tuning.NumberOfRuns(5), privately)),
         "none": tuning.Free(),
     }
-    known = mirrordp.PublicData(public)
+    public = mirrordp.PublicData(problem.public)
+    if method == "start":
+        return problem.start(public), None
     if method == "hand":
-        params, settings = _by_hand(loss, start(known), private, known, space, epsilon, seed)
-    else:
-        found = mirrordp.tune(
-            loss, start, mirrordp.PrivateData(private), known, epsilon=epsilon, delta=DELTA,
-            space=None if method == "none" else space, way=ways[method], seed=seed,
-        )  # fmt: skip
-        assert found.report.epsilon <= epsilon
-        params, settings = found.params, found.settings
-    return lambda x: np.asarray(jax.vmap(score, (None, 0))(params, x)), settings
+        return _by_hand(problem, public, epsilon, seed)
+    found = mirrordp.tune(
+        problem.loss, problem.start, mirrordp.PrivateData(problem.private), public,
+        epsilon=epsilon, delta=problem.delta, space=None if method == "none" else problem.space,
+        way=ways[method], seed=seed, public_batch_size=PUBLIC_BATCH_SIZE, together=TOGETHER,
+    )  # fmt: skip
+    assert found.report.epsilon <= epsilon
+    return found.params, found.settings
 
 
-def _by_hand(loss, start, private, public, space, epsilon, seed):
-    order = np.random.default_rng(seed).permutation(len(private["y"]))
-    judges, known = np.split(order, [len(order) // 5])
+def _minus(loss: LossFn) -> LossFn:
+    return lambda params, row: -loss(params, row)
+
+
+def _by_hand(problem: Problem, public: mirrordp.PublicData, epsilon: float, seed: int):
+    space, start = problem.space, problem.start(public)
+    count = len(jax.tree.leaves(problem.private)[0])
+    judges, known = np.split(np.random.default_rng(seed).permutation(count), [count // 5])
+
+    def part(numbers: np.ndarray) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[numbers], problem.private)
 
     @functools.cache
-    def calibrated(num_examples):
+    def calibrated(num_examples: int) -> mirrordp.Mechanism:
         return mirrordp.Mechanism.calibrate(
-            epsilon=epsilon, delta=DELTA,
+            epsilon=epsilon, delta=problem.delta,
             sampling=mirrordp.PoissonSampling.for_batch_size(
                 space[0].batch_size, num_examples=num_examples
             ),
             num_steps=space[0].num_steps, l2_clip_norm=1.0,
         )  # fmt: skip
 
-    def trained(rows, settings, seed):
+    def trained(rows: PyTree, some: Sequence[tuning.Settings], seed: int) -> list[Params]:
+        """Trains runs of one clip norm together."""
         # The noise multiplier is relative to the clip norm.
         mechanism = dataclasses.replace(
-            calibrated(len(rows["y"])), l2_clip_norm=settings.l2_clip_norm
+            calibrated(len(jax.tree.leaves(rows)[0])), l2_clip_norm=some[0].l2_clip_norm
         )
-        step = mirrordp.TrainStep(loss, mechanism, optax.sgd(settings.learning_rate))
-        *_, (state, _) = mirrordp.train(
-            step, start, mirrordp.PrivateData(rows), public, alpha=settings.alpha, seed=seed
+        optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+        step = mirrordp.TrainStep(
+            problem.loss, mechanism, optimizer, public_batch_size=PUBLIC_BATCH_SIZE
         )
-        return state.params
+        runs = [
+            mirrordp.SweepRun(
+                alpha=each.alpha, hyperparams={"learning_rate": each.learning_rate}, seed=seed
+            )
+            for each in some
+        ]
+        private = mirrordp.PrivateData(rows)
+        *_, (states, _) = mirrordp.train_sweep(step, start, private, public, runs=runs)
+        return [run_state(states, number).params for number in range(len(some))]
 
-    losses = []
-    for settings in space:
-        params = trained({k: v[known] for k, v in private.items()}, settings, seed)
-        rows = {k: v[judges] for k, v in private.items()}
-        losses.append(float(jax.vmap(loss, (None, 0))(params, rows).mean()))
-    best = space[int(np.nanargmin(losses))]
-    return trained(private, best, seed + 1000), best
+    losses: dict[tuning.Settings, float] = {}
+    for clip_norm in {each.l2_clip_norm for each in space}:
+        group = [each for each in space if each.l2_clip_norm == clip_norm]
+        for first in range(0, len(group), TOGETHER):
+            some = group[first : first + TOGETHER]
+            for settings, params in zip(some, trained(part(known), some, seed), strict=True):
+                losses[settings] = _mean_loss(problem.loss, params, part(judges))
+    best = min(losses, key=lambda settings: np.nan_to_num(losses[settings], nan=np.inf))
+    return trained(problem.private, [best], seed + 1000)[0], best
 
 
-def run(table: Table, name: str, method: str, epsilon: float, seed: int) -> records.Record:
+def _mean_loss(loss: LossFn, params: Params, rows: PyTree) -> float:
+    return float(jax.lax.map(lambda row: loss(params, row), rows, batch_size=500).mean())
+
+
+def run(problem: Problem, method: str, epsilon: float, seed: int) -> records.Record:
     """Trains by one method; returns what the test rows say."""
-    data, task, _ = split_table(table, name, seed)
-    private, public, test = (rows_of(data, part, task) for part in ("private", "public", "test"))
     began = time.perf_counter()
-    scores, settings = fit(method, private, public, task, epsilon, seed)
-    seconds = time.perf_counter() - began
-    found = scores(test["x"])
-    if task == "regression":
-        found = found * data["public_y"].std() + data["public_y"].mean()
-    else:
-        found = 1 / (1 + np.exp(-found))
+    params, settings = fit(method, problem, epsilon, seed)
     return {
-        **measured(task, data["test_y"], found),
+        **problem.measured(params),
+        "private_rows": len(jax.tree.leaves(problem.private)[0]),
         "settings": None if settings is None else settings.to_dict(),
-        "seconds": round(seconds, 1),
+        "seconds": round(time.perf_counter() - began, 1),
     }
 
 
 def table_of(found: Sequence[records.Record]) -> str:
-    """Returns a Markdown table: a row per table and ε, mean and spread over seeds."""
-    lines = [f"| table | ε | measure | seeds | {' | '.join(METHODS.values())} |"]
-    lines.append("|---" * (4 + len(METHODS)) + "|")
-    for name, epsilon in sorted({(line["table"], line["epsilon"]) for line in found}):
-        here = [line for line in found if (line["table"], line["epsilon"]) == (name, epsilon)]
-        for measure, digits in (("rmse", ".0f"), ("loss", ".4f"), ("auc", ".4f")):
+    """Returns a Markdown table: a row per task and ε, mean and spread over seeds."""
+    lines = [f"| task | private rows | ε | measure | seeds | {' | '.join(METHODS.values())} |"]
+    lines.append("|---" * (5 + len(METHODS)) + "|")
+    keys = ("task", "private_rows", "epsilon")
+    for values_of in sorted({tuple(line[key] for key in keys) for line in found}):
+        here = [line for line in found if tuple(line[key] for key in keys) == values_of]
+        name, rows, epsilon = values_of
+        measures = (("rmse", ".0f"), ("loss", ".4f"), ("auc", ".4f"), ("accuracy", ".4f"))
+        for measure, digits in measures:
             cells, counts = [], set()
             for method in METHODS:
                 values = [x[measure] for x in here if x["method"] == method and measure in x]
@@ -183,7 +281,8 @@ def table_of(found: Sequence[records.Record]) -> str:
             if counts != {0}:
                 shown = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else max(counts)
                 lines.append(
-                    f"| {name} | {epsilon:g} | {measure} | {shown} | {' | '.join(cells)} |"
+                    f"| {name} | {rows:,} | {epsilon:g} | {measure} | {shown} "
+                    f"| {' | '.join(cells)} |"
                 )
     return "\n".join([*lines, ""])
 
@@ -191,35 +290,42 @@ def table_of(found: Sequence[records.Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Computes what is missing, then writes the table; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m experiments tuning", description=__doc__)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=["adult", "housing"])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=[*TABLES, *IMAGES], default=["adult", "housing"]
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0])
+    parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
     parser.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
-    parser.add_argument("--data-root", type=Path, default=Path("data"), help="as for tabular")
+    parser.add_argument("--most-rows", type=at_least(1000), help="private rows at most")
+    parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
     arguments = parser.parse_args(argv)
     path = arguments.out / "runs.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])
-    provenance = records.provenance((*PACKAGES, "optax"), sources, "cpu")
-    keys = ("table", "method", "epsilon", "seed")
+    provenance = records.provenance((*PACKAGES, "optax"), sources, jax.default_backend())
+    keys = ("task", "method", "epsilon", "seed", "most_rows")
     done = {tuple(line[key] for key in keys) for line in records.read(path)}
-    tables: dict[str, Table] = {}
-    options = (arguments.tables, arguments.epsilons, arguments.methods)
-    for seed, (name, epsilon, method) in itertools.product(
-        range(arguments.seeds), itertools.product(*options)
-    ):
-        if (name, method, epsilon, seed) in done:
+    rows = arguments.most_rows
+    tasks_: list[str] = arguments.tasks
+    for seed, name in ((seed, name) for seed in range(arguments.seeds) for name in tasks_):
+        left = [
+            (epsilon, method)
+            for epsilon, method in itertools.product(arguments.epsilons, arguments.methods)
+            if (name, method, epsilon, seed, rows) not in done
+        ]
+        if not left:
             continue
-        if name not in tables:
-            tables[name] = TABLES[name][2](arguments.data_root / "tabular")
-        with threadpoolctl.threadpool_limits(1, user_api="blas"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = run(tables[name], name, method, epsilon, seed)
-        line = dict(zip(keys, (name, method, epsilon, seed), strict=True)) | {"delta": DELTA}
-        line = {"experiment": "tuning"} | line | found | {"provenance": provenance}
-        records.append(path, line)
-        print(f"{name}, ε = {epsilon:g}, {method}, seed {seed}: done", file=sys.stderr, flush=True)
+        make = table_problem if name in TABLES else image_problem
+        problem = make(name, arguments.data_root, seed, rows)
+        for epsilon, method in left:
+            with threadpoolctl.threadpool_limits(1, user_api="blas"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = run(problem, method, epsilon, seed)
+            line = dict(zip(keys, (name, method, epsilon, seed, rows), strict=True))
+            line = {"experiment": "tuning"} | line | {"delta": problem.delta} | found
+            records.append(path, line | {"provenance": provenance})
+            print(f"{name}, ε = {epsilon:g}, {method}, seed {seed}: done", file=sys.stderr)
     text = table_of(records.read(path))
     sections.publish(text, "tuning", arguments.out, arguments.readme)
     return 0

@@ -975,7 +975,11 @@ class TestRepeatedFits:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({}, "nothing to charge: all settings follow from public rows and the budget"),
+            (
+                {},
+                "nothing to charge: all settings follow from public rows and the budget; a "
+                "rehearsal on public rows chose clip norm, steps and learning rate",
+            ),
             ({"num_steps": 3}, "not charged: num_steps: given by the caller, and how they were"),
             ({"fit_intercept": False, "method": "dpsgd"}, "not charged: method, fit_intercept: "),
             ({"target_range": np.array([0, 15])}, "not charged: target_range: given"),

@@ -523,6 +523,7 @@ class TestAuto:
         assert seen["rows"] == len(xp)
         assert set(seen) == {"rows", "num_private", "one_step_noise"}
         assert model.model_ == model.rehearsal_.chosen != "linear"
+        assert f"chose the kind of model, {model.model_}; " in model.privacy_.tuning
         assert set(model.rehearsal_.losses) == {"linear", "trees", "network"}
 
     def test_stays_linear_where_noise_would_drown_cells(self):

@@ -583,7 +583,12 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         if known:
             return f"not charged: {'; '.join(known)}"
         source = "public rows" if is_warm else "constants"
-        return f"nothing to charge: all settings follow from {source} and the budget"
+        rule = f"; {self._rule()}" if is_warm else ""
+        return f"nothing to charge: all settings follow from {source} and the budget{rule}"
+
+    def _rule(self) -> str:
+        """Returns how public rows chose the settings."""
+        return "a rehearsal on public rows chose clip norm, steps and learning rate"
 
     def __getstate__(self):
         # Counts of private cells are for the operator and never part of a stored model.

@@ -193,6 +193,10 @@ class _TreesPlan(NamedTuple):
 
 
 class _Trees(_Nonlinear):
+    def _rule(self) -> str:
+        linear = _PrivateLinearModel._rule(self)
+        return f"public rows chose the cells and their clip norm; for the linear part, {linear}"
+
     def _plan(
         self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float
     ) -> _TreesPlan:
@@ -266,6 +270,9 @@ class _Networks(_Nonlinear):
                 f"a network samples its batches, got adjacency={self.adjacency!r}. Use 'zero-out', "
                 "or trees."
             )
+
+    def _rule(self) -> str:
+        return "the clip norm follows from public gradients; steps and learning rate are constants"
 
     def _plan(
         self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float
@@ -565,6 +572,12 @@ class _Auto(_Nonlinear):
 
     def _method(self, width: int, sparse: bool) -> str:
         return self._kind._method(self, width, sparse)
+
+    def _rule(self) -> str:
+        rule = self._kind._rule(self)
+        if self.rehearsal_ is None:
+            return rule
+        return f"a rehearsal on public rows chose the kind of model, {self.model_}; {rule}"
 
     def _count(self, mechanism, delta, shape):
         return self._kind._count(self, mechanism, delta, shape)

@@ -304,8 +304,8 @@ def _remarks(rehearsal: Rehearsal, largest_batch: float) -> tuple[str, ...]:
     if played < largest_batch:
         found.append(
             f"the rehearsal has {played} rows to play the private ones and batches of "
-            f"{largest_batch:g} in the real run, so its batches vary more; bring more public rows, "
-            "or try smaller batches."
+            f"{largest_batch:g} in the real run, so each of its steps sees the same rows; bring "
+            "more public rows, or try smaller batches."
         )
     if judges < _FEW_JUDGES:
         found.append(

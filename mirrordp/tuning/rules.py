@@ -34,9 +34,10 @@ def public_clip_norm(
 
     At the default, a tenth of the public rows would be clipped. A much smaller norm is tempting,
     since noise grows with it, but biases the sum: at a start that has learned from public rows,
-    most rows have small gradients, and those that have something to teach have the largest. On two
-    tables (`python -m experiments tuning`), a network from a public start lost 5% of its loss at
-    the median.
+    most rows have small gradients, and those that have something to teach have the largest. On
+    UCI Adult and California housing (10,000 private rows, ε = 1, one seed each), a network from a
+    public start had a loss 5% higher at C = 2, not far above the median, than at C = 6, which 95%
+    of the public rows stay below.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`, or with a third argument, a random key.

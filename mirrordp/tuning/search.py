@@ -300,11 +300,9 @@ def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Ca
         alpha=best.alpha, num_steps=best.num_steps, seed=call.seed, spend=call.spend,
         checkpoint=call.checkpoint, mesh=makings.mesh, options=makings.options,
     ):  # fmt: skip
-        call.show(
-            f"private run: step {info.step:,} of {info.num_steps:,}, epsilon {call.epsilon:g} in all",
-            done=info.step,
-            total=info.num_steps,
-        )
+        steps = f"step {info.step:,} of {info.num_steps:,}"
+        text = f"private run: {steps}, epsilon {call.epsilon:g} in all"
+        call.show(text, done=info.step, total=info.num_steps)
     assert state is not None
     assert info is not None
     _refuse_private_judges(makings, way)

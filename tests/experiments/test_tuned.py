@@ -1,21 +1,12 @@
 """`python -m experiments tuning`."""
 
-import types
-
 import numpy as np
 import pytest
 
-from experiments import tuned
-
-
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(tuned, "LEARNING_RATES", (1e-6, 0.3))
-    monkeypatch.setattr(tuned, "CLIP_NORMS", (1.0,))
-    monkeypatch.setattr(tuned, "ALPHAS", (1.0,))
-    monkeypatch.setattr(tuned, "BATCH_SIZE", 200)
-    monkeypatch.setattr(tuned, "EPOCHS", 6)
-    monkeypatch.setattr(tuned, "HIDDEN", 4)
+from experiments import datasets, models, tuned
+from experiments.datasets.prepared import Prepared
+from experiments.deep import tasks
+from mirrordp import tuning
 
 
 def rows(count, seed):
@@ -24,15 +15,52 @@ def rows(count, seed):
     return {"x": x, "y": x[:, 0] - x[:, 1]}
 
 
-def test_a_rate_that_learns_is_chosen_by_hand(small, monkeypatch):
-    private, public, test = rows(1000, 1), rows(80, 2), rows(500, 3)
-    cold = types.SimpleNamespace
-    monkeypatch.setattr(
-        tuned.mirrordp, "warm_start", lambda loss, params, rows, seed: cold(params=params)
+def test_a_rate_that_learns_is_chosen_by_hand(monkeypatch):
+    monkeypatch.setattr(tuned, "HIDDEN", 4)
+    test = rows(500, 3)
+    score, loss, cold = tuned.network(2, "regression")
+
+    def measures(params):
+        found = [score(params, x) for x in test["x"][:50]]
+        return {"loss": float(np.mean((np.array(found) - test["y"][:50]) ** 2))}
+
+    space = tuning.grid(learning_rate=[1e-6, 0.3], l2_clip_norm=1.0, batch_size=200, num_steps=30)
+    problem = tuned.Problem(
+        loss, lambda rows: cold, rows(1000, 1), rows(80, 2), space, measures, 1e-5
     )
-    scores, settings = tuned.fit("hand", private, public, "regression", 8.0, 0)
-    assert settings.learning_rate == 0.3
-    assert np.mean((scores(test["x"]) - test["y"]) ** 2) < 0.5 * np.var(test["y"])
+    found = tuned.run(problem, "hand", 8.0, 0)
+    assert found["settings"]["learning_rate"] == 0.3
+    assert found["loss"] < 0.5 * tuned.run(problem, "start", 8.0, 0)["loss"]
+
+
+@pytest.fixture
+def tiny_images(monkeypatch):
+    """Images of which the brighter ones have label one, and a network for them."""
+    rng = np.random.default_rng(0)
+
+    def images(count):
+        labels = rng.integers(0, 2, count).astype(np.int32)
+        found = rng.normal(size=(count, 28, 28, 1)) + labels[:, None, None, None]
+        return found.astype(np.float32), labels
+
+    prepared = Prepared(images(1000), images(60), None, images(40), "tiny", False, {})
+    monkeypatch.setattr(datasets, "prepare", lambda name, root, **options: prepared)
+    task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
+    monkeypatch.setattr(tasks, "task", lambda name: task)
+    monkeypatch.setattr(tuned, "IMAGE_RATES", (0.1, 0.2))
+    monkeypatch.setattr(tuned, "IMAGE_ALPHAS", (1.0,))
+    monkeypatch.setattr(tuned, "IMAGE_EPOCHS", 1)
+
+
+def test_images_are_run_and_what_is_done_is_not_repeated(tiny_images, tmp_path, capsys):
+    command = ["--tasks", "emnist", "--methods", "start", "free", "--seeds", "1", "--epsilons", "8"]
+    command += ["--out", str(tmp_path)]
+    tuned.main(command)
+    first = (tmp_path / "runs.jsonl").read_text()
+    assert first.count("\n") == 2
+    assert "| emnist | 1,000 | 8 | accuracy |" in capsys.readouterr().out
+    tuned.main(command)
+    assert (tmp_path / "runs.jsonl").read_text() == first
 
 
 def test_rows_are_scaled_by_public_ones():
@@ -49,12 +77,13 @@ def test_rows_are_scaled_by_public_ones():
 
 
 def test_table_says_what_was_not_run():
-    shared = {"table": "adult", "epsilon": 1.0}
+    shared = {"task": "adult", "private_rows": 1000, "epsilon": 1.0}
     lines = [
         shared | {"method": "hand", "auc": 0.9, "loss": 0.3},
         shared | {"method": "hand", "auc": 0.8, "loss": 0.3},
         shared | {"method": "free", "auc": 0.7, "loss": 0.4},
     ]
     *_, loss, auc = tuned.table_of(lines).splitlines()
-    assert loss.startswith("| adult | 1 | loss | 0 to 2 | 0.3000 ± 0.0000 | 0.4000 | not run |")
-    assert auc.startswith("| adult | 1 | auc | 0 to 2 | 0.8500 ± 0.0500 | 0.7000 | not run |")
+    start = "| adult | 1,000 | 1 | {} | 0 to 2 | not run |"
+    assert loss.startswith(start.format("loss") + " 0.3000 ± 0.0000 | 0.4000 | not run |")
+    assert auc.startswith(start.format("auc") + " 0.8500 ± 0.0500 | 0.7000 | not run |")
