@@ -1,0 +1,95 @@
+"""What acts before the clip, beside a plain step: `python -m benchmarks.charts [--network NAME]`.
+
+Milliseconds per whole step (clipped sum, noise, optimiser; public gradient where a method needs
+one) on the paper's networks with random rows, and the ratio to the step without a chart.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from benchmarks.clipping import write_json
+from benchmarks.timing import Contender, measure
+from benchmarks.training import problem
+from mirrordp import Mechanism, PoissonSampling, PublicData, TrainStep, updates
+from mirrordp.mirror import KroneckerMap, SubspaceMap
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    network: str
+    method: str
+    milliseconds: float
+    ratio: float
+
+
+def contenders(network: str, batch_size: int, rank: int) -> list[Contender]:
+    net, arrays = problem(network, 2 * batch_size)
+    params = net.init(jax.random.key(1))
+    rows = jax.device_put(jax.tree.map(lambda leaf: leaf[:batch_size], arrays))
+    known = jax.tree.map(lambda leaf: leaf[batch_size : batch_size + 256], arrays)
+    public = PublicData(known)
+    mechanism = Mechanism(
+        sampling=PoissonSampling.for_batch_size(batch_size, num_examples=100 * batch_size),
+        l2_clip_norm=1.0, noise_multiplier=1.0, num_steps=10,
+    )  # fmt: skip
+    gradients = jax.vmap(lambda row: ravel_pytree(jax.grad(net.loss)(params, row))[0])(known)
+    curvature = KroneckerMap.from_public(net.loss, params, public)
+    subspace = SubspaceMap.from_directions(np.asarray(gradients), rank)
+    methods = {
+        "plain": (optax.sgd(0.1), None),
+        "plain with a public gradient": (updates.mix_public_gradient(0.9), None),
+        "Kronecker mirror map": (updates.mirror_descent(curvature, 0.1), None),
+        "recentred": (optax.sgd(0.1), updates.recentred()),
+        "scaled by public gradients": (optax.sgd(0.1), updates.scaled_by_public_gradients()),
+        "Kronecker chart": (optax.sgd(0.1), updates.kronecker(curvature)),
+        "embedded": (optax.sgd(0.1), updates.embedded(subspace)),
+    }
+    found = []
+    for name, (optimizer, chart) in methods.items():
+        step = TrainStep(net.loss, mechanism, optimizer, chart=chart)
+        reads_public = step.prepares or name.endswith("public gradient")
+        given = jax.device_put(known) if reads_public else None
+        run = jax.jit(step.__call__)
+        holder = [step.init(params, jax.random.key(2))]
+        is_padding = jnp.zeros(batch_size, bool)
+
+        def once(run=run, holder=holder, given=given, is_padding=is_padding):
+            holder[0], _ = run(holder[0], rows, is_padding, given)
+
+        found.append(
+            Contender(
+                "mirrordp", name, once, lambda h=holder: jax.block_until_ready(h[0]), None, None
+            )
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", nargs="+", default=["emnist", "cifar10"])
+    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    rows = []
+    for network in options.network:
+        methods = contenders(network, options.batch_size, options.rank)
+        times = measure(methods, rounds=options.rounds, seconds_per_round=0.5)
+        for method, time in zip(methods, times, strict=True):
+            rows.append(Row(network, method.method, time, time / times[0]))
+            print(f"{network:10} {method.method:30} {time:9.3f} ms {time / times[0]:6.2f}x")
+    if options.json is not None:
+        write_json(options.json, jax.default_backend(), rows)
+
+
+if __name__ == "__main__":
+    main()
