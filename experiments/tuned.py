@@ -111,11 +111,17 @@ def network(width: int, task: str):
     return score, loss, cold
 
 
+def _some(rows: PyTree, most: int | None, seed: int) -> PyTree:
+    # At random: the rows of a table may be in an order, as those of housing are.
+    numbers = np.random.default_rng(seed).permutation(len(jax.tree.leaves(rows)[0]))[:most]
+    return jax.tree.map(lambda leaf: leaf[np.sort(numbers)], rows)
+
+
 def table_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
-    """Returns a network on a table; `most_rows` limits the private rows."""
+    """Returns a network on a table; of the private rows, at most `most_rows` random ones."""
     data, task, _ = split_table(TABLES[name][2](folder / "tabular"), name, seed)
     private, public, test = (rows_of(data, part, task) for part in ("private", "public", "test"))
-    private = {key: rows[:most_rows] for key, rows in private.items()}
+    private = _some(private, most_rows, seed)
     score, loss, cold = network(private["x"].shape[1], task)
 
     def measures(params: Params) -> dict[str, float]:
@@ -143,7 +149,7 @@ def table_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
 def image_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
     """Returns the paper's network on images, pre-trained on public ones with augmentation."""
     prepared, task = datasets.prepare(name, folder, seed=seed), tasks.task(name)
-    private = jax.tree.map(lambda leaf: leaf[:most_rows], prepared.private)
+    private = _some(prepared.private, most_rows, seed)
     cold = task.network.init(jax.random.key(seed))
 
     def start(rows: mirrordp.PublicData) -> Params:
