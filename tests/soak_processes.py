@@ -132,7 +132,8 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, float]:
                     print(f"killed {victim}, {kind} after {took:.1f} s", flush=True)
                     continue
             codes = process_worker.finish(processes, 120)
-            assert codes == [0, 0], (folder / "output-0").read_text()
+            outputs = [(folder / f"output-{n}").read_text() for n in range(process_worker.COUNT)]
+            assert codes == [0, 0], f"codes {codes} without a kill: {outputs}"
         check(folder)
         assert results(folder) == expected, "another result than without interruption"
         mine, whole = (

@@ -269,6 +269,8 @@ def _end_if_lost() -> None:
         sys.stderr.flush()
         _guard.dismiss()
         os._exit(1)
+    for signs in _started:
+        signs.end()
     _guard.dismiss()
 
 
@@ -296,12 +298,16 @@ class _Signs:
     def __init__(self, client: Any, index: int):
         self._began = time.monotonic()
         self._heard: dict[int, tuple[str, float]] = {}
-        threading.Thread(
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
             target=self._run, args=(client, index), name="mirrordp signs of life", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def _run(self, client: Any, index: int) -> None:
         for number in itertools.count():
+            if self._ended.is_set():
+                return
             try:
                 client.key_value_set(f"{self._FOLDER}{index}", str(number), allow_overwrite=True)
                 found = client.key_value_dir_get(self._FOLDER)
@@ -311,7 +317,12 @@ class _Signs:
                 each = int(place.rpartition("/")[2])
                 if sign != self._heard.get(each, (None, 0.0))[0]:
                     self._heard[each] = (sign, time.monotonic())
-            time.sleep(_SIGN_EVERY)
+            self._ended.wait(_SIGN_EVERY)
+
+    def end(self) -> None:
+        """Ends the thread; JAX's store crashes if it is asked while JAX shuts down."""
+        self._ended.set()
+        self._thread.join(_SIGN_EVERY)
 
     def overdue(self, index: int) -> float:
         """Returns how many seconds ago a sign of a process should have come; negative: not yet."""
@@ -329,9 +340,13 @@ class _Signs:
         )
 
 
+_started: list[_Signs] = []
+
+
 @functools.cache
 def _signs(client: Any, index: int) -> _Signs:
-    return _Signs(client, index)
+    _started.append(_Signs(client, index))
+    return _started[-1]
 
 
 def _is_digest(text: str) -> bool:
