@@ -269,7 +269,7 @@ def run(problem: Problem, method: str, epsilon: float, seed: int) -> records.Rec
 
 
 def table_of(found: Sequence[records.Record]) -> str:
-    """Returns a Markdown table: a row per task and ε, mean and spread over seeds."""
+    """Returns a Markdown table: a row per task and ε, means over seeds, compared with by hand."""
     lines = [f"| task | private rows | ε | measure | seeds | {' | '.join(METHODS.values())} |"]
     lines.append("|---" * (5 + len(METHODS)) + "|")
     keys = ("task", "private_rows", "epsilon")
@@ -278,19 +278,34 @@ def table_of(found: Sequence[records.Record]) -> str:
         name, rows, epsilon = values_of
         measures = (("rmse", ".0f"), ("loss", ".4f"), ("auc", ".4f"), ("accuracy", ".4f"))
         for measure, digits in measures:
-            cells, counts = [], set()
-            for method in METHODS:
-                values = [x[measure] for x in here if x["method"] == method and measure in x]
-                counts.add(len(values))
-                text = f"{np.mean(values):{digits}}" if values else "not run"
-                cells.append(text + (f" ± {np.std(values):{digits}}" if len(values) > 1 else ""))
-            if counts != {0}:
-                shown = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else max(counts)
-                lines.append(
-                    f"| {name} | {rows:,} | {epsilon:g} | {measure} | {shown} "
-                    f"| {' | '.join(cells)} |"
-                )
+            by_method = {
+                method: {x["seed"]: x[measure] for x in here if x["method"] == method}
+                for method in METHODS
+                if any(measure in x for x in here)
+            }
+            most = max(map(len, by_method.values()), default=0)
+            if most:
+                cells = [
+                    _cell(values, by_method["hand"], digits, most) for values in by_method.values()
+                ]
+                shown = [name, f"{rows:,}", f"{epsilon:g}", measure, str(most), *cells]
+                lines.append(f"| {' | '.join(shown)} |")
     return "\n".join([*lines, ""])
+
+
+def _cell(values: dict[int, float], by_hand: dict[int, float], digits: str, most: int) -> str:
+    """Returns mean, spread, and how much larger it is than by hand on the seeds of both."""
+    if not values:
+        return "not run"
+    numbers = list(values.values())
+    text = f"{np.mean(numbers):{digits}}"
+    if len(numbers) > 1:
+        text += f" ± {np.std(numbers):{digits}}"
+    notes = [] if len(numbers) == most else [f"{len(numbers)} of {most} seeds"]
+    shared = values.keys() & by_hand.keys()
+    if shared and values is not by_hand:
+        notes.append(f"{np.mean([values[s] / by_hand[s] - 1 for s in shared]):+.1%}")
+    return f"{text} ({'; '.join(notes)})" if notes else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,11 +79,13 @@ def test_rows_are_scaled_by_public_ones():
 def test_table_says_what_was_not_run():
     shared = {"task": "adult", "private_rows": 1000, "epsilon": 1.0}
     lines = [
-        shared | {"method": "hand", "auc": 0.9, "loss": 0.3},
-        shared | {"method": "hand", "auc": 0.8, "loss": 0.3},
-        shared | {"method": "free", "auc": 0.7, "loss": 0.4},
+        shared | {"method": "hand", "seed": 0, "auc": 0.9, "loss": 0.3},
+        shared | {"method": "hand", "seed": 1, "auc": 0.8, "loss": 0.2},
+        shared | {"method": "free", "seed": 1, "auc": 0.6, "loss": 0.3},
     ]
     *_, loss, auc = tuned.table_of(lines).splitlines()
-    start = "| adult | 1,000 | 1 | {} | 0 to 2 | not run |"
-    assert loss.startswith(start.format("loss") + " 0.3000 ± 0.0000 | 0.4000 | not run |")
-    assert auc.startswith(start.format("auc") + " 0.8500 ± 0.0500 | 0.7000 | not run |")
+    start = "| adult | 1,000 | 1 | {} | 2 | not run |"
+    by_hand, free = " 0.2500 ± 0.0500 |", " 0.3000 (1 of 2 seeds; +50.0%) | not run |"
+    assert loss.startswith(start.format("loss") + by_hand + free)
+    by_hand, free = " 0.8500 ± 0.0500 |", " 0.6000 (1 of 2 seeds; -25.0%) | not run |"
+    assert auc.startswith(start.format("auc") + by_hand + free)
