@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import methods, records
+from experiments import methods, models, records
+from experiments.deep import tasks
 from experiments.methods import METHODS, Setting
 
 
@@ -11,6 +12,8 @@ from experiments.methods import METHODS, Setting
 def small(monkeypatch):
     monkeypatch.setattr(methods, "SETTINGS", {"emnist": Setting(32, 3, 1e-6)})
     monkeypatch.setattr(methods, "RATES", (0.1, 0.5))
+    task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
+    monkeypatch.setattr(tasks, "task", lambda name: task)
     short = {
         name: METHODS[name]._replace(values=METHODS[name].values[:1])
         for name in ("warm", "kronecker")
