@@ -1,8 +1,12 @@
 """Candidates that follow from public rows and ε alone, for a search without any given settings.
 
-Batch size and number of steps come from `plan`, the clip norm from `public_clip_norm`, and the
-middle of three learning rates and one of two values of α from `public_learning_rate` and
+Batch size and number of steps come from `plan`, the clip norm from `public_clip_norm`, and a
+first learning rate and one of two values of α from `public_learning_rate` and
 `public_alpha`. No private row is read.
+
+The rates reach further down than up. For networks, the quadratic near the start says little about
+where a long run ends, and the rule's rate has been ten times too large; one that is too small costs
+less than one that is too large.
 """
 
 from mirrordp.data import PublicData
@@ -15,7 +19,7 @@ from mirrordp.tuning.rules import public_alpha, public_clip_norm, public_learnin
 from mirrordp.tuning.settings import Settings, grid
 from mirrordp.types import LossFn, Params, PyTree
 
-_AROUND = (0.3, 1.0, 3.0)
+_AROUND = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 def automatic_space(
@@ -30,7 +34,7 @@ def automatic_space(
     adjacency: Adjacency = Adjacency.ZERO_OUT,
     trainable: PyTree | Trainable | None = None,
 ) -> list[Settings]:
-    """Returns six candidates: three learning rates around the rule's, with α by rule and α = 1.
+    """Returns ten candidates: five learning rates around the rule's, with α by rule and α = 1.
 
     Args:
         loss_fn: `loss_fn(params, example) -> scalar`.
