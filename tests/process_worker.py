@@ -32,7 +32,7 @@ def main() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Before `train` is called, JAX alone notices that another process has ended.
     jax.distributed.initialize(
-        f"localhost:{port}", count, index, initialization_timeout=40, heartbeat_timeout_seconds=45
+        f"localhost:{port}", count, index, initialization_timeout=40, heartbeat_timeout_seconds=40
     )
     folder = Path(options["folder"])
     for name, case in options["cases"].items():

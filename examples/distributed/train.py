@@ -30,7 +30,7 @@ def join() -> None:
             "process_id": int(os.environ["PROCESS_ID"]),
         }
     # If a process dies before training begins, JAX ends the others after this time.
-    jax.distributed.initialize(**stated, heartbeat_timeout_seconds=45)
+    jax.distributed.initialize(**stated, heartbeat_timeout_seconds=40)
 
 
 def own_rows() -> tuple[np.ndarray, np.ndarray]:
