@@ -152,6 +152,21 @@ def test_the_replay_sees_groups_that_are_clipped_too_late(monkeypatch):
     assert auditing.neighbour_replay(step, START, PRIVATE.arrays, num_pairs=60).exceeded()
 
 
+@pytest.mark.parametrize("name", ["recentred", "scaled"])
+def test_every_step_has_the_noise_that_is_charged(name):
+    def no_loss(params, example):
+        return 0.0 * (jnp.sum(params["w"]) + jnp.sum(params["b"]) + jnp.sum(example[0]))
+
+    steps = 200
+    mechanism = tools.mechanism(num_steps=steps, l2_clip_norm=CLIP, noise_multiplier=1.0)
+    step = mirrordp.TrainStep(no_loss, mechanism, tools.recorder(steps), chart=CHARTS[name])
+    state, _ = tools.last(mirrordp.train(step, START, PRIVATE, PUBLIC, seed=1))
+    noise = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state[1])])
+    # 1,600 numbers: five standard errors are 9%.
+    assert np.std(noise) == pytest.approx(CLIP / 8, rel=0.09)
+    assert abs(np.mean(noise)) < 5 * CLIP / 8 / np.sqrt(noise.size)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_groups_are_clipped_apart_and_a_bad_row_counts_as_zero(poison):
     def linear(params, row):

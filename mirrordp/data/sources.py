@@ -13,6 +13,7 @@ import bisect
 import contextlib
 import copy
 import functools
+import importlib
 import math
 import mmap
 import os
@@ -688,6 +689,17 @@ def _nbytes(array: np.ndarray) -> int:
     )
 
 
+def _require(package: str, what: str, extra: str) -> None:
+    """Raises unless an optional package can be imported."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{what} files need {package}, which is not installed; run: pip install "
+            f"'mirrordp[{extra}]'."
+        ) from error
+
+
 def parquet_rows(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -709,13 +721,9 @@ def parquet_rows(
     Returns:
         A tree to pass to `PrivateData` or `PublicData`.
     """
-    try:
-        import pyarrow.dataset
-    except ImportError as error:
-        raise ImportError(
-            "Parquet files need pyarrow, which is not installed; run: pip install "
-            "'mirrordp[parquet]'."
-        ) from error
+    _require("pyarrow", "Parquet", "parquet")
+    import pyarrow.dataset
+
     paths = [os.fspath(part) for part in path] if isinstance(path, list | tuple) else path
     dataset = pyarrow.dataset.dataset(paths, format="parquet", partitioning="hive")
     chosen = dataset.schema.names if columns is None else columns
@@ -794,12 +802,9 @@ def hdf5_rows(
     Returns:
         A tree to pass to `PrivateData` or `PublicData`.
     """
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(
-            "HDF5 files need h5py, which is not installed; run: pip install 'mirrordp[hdf5]'."
-        ) from error
+    _require("h5py", "HDF5", "hdf5")
+    import h5py
+
     file = h5py.File(path, "r")
     if names is None:
         names = []
