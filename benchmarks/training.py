@@ -1,19 +1,21 @@
 """Where the milliseconds of private training go: `python -m benchmarks.training [--json FILE]`.
 
 For each of the paper's networks: the parts of a step, each as a compiled program of its own; the
-whole step inside `mirrordp.train`, everything included, with and without a public gradient; and
-sweeps, in which several runs share one compiled call. Parts do not have to add up to the whole: the
-compiler overlaps and fuses them. With `--whole-runs STEPS` sweeps are also timed from start to end,
-compilation included, which runs together share.
+whole step inside `mirrordp.train`, everything included, with and without a public gradient and with
+rows in memory maps; and sweeps, in which several runs share one compiled call. Parts do not have to
+add up to the whole: the compiler overlaps and fuses them. With `--whole-runs STEPS` sweeps are also
+timed from start to end, compilation included, which runs together share.
 """
 
 import argparse
 import dataclasses
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,15 @@ def mechanism(batch_size: int, num_examples: int, num_steps: int) -> Mechanism:
     )
 
 
+def on_disk(arrays: Any, folder: Path) -> Any:
+    """Returns the arrays as memory maps of files that it writes."""
+    leaves, tree = jax.tree.flatten(arrays)
+    paths = [folder / f"{number}.npy" for number in range(len(leaves))]
+    for path, leaf in zip(paths, leaves, strict=True):
+        np.save(path, leaf)
+    return tree.unflatten([np.load(path, mmap_mode="r") for path in paths])
+
+
 def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[int]) -> list[Row]:
     """Measures whole steps inside `train` and `train_sweep`, without compilation."""
     num_examples = 20 * batch_size
@@ -151,6 +162,10 @@ def whole(network: str, batch_size: int, num_steps: int, sweep_sizes: Sequence[i
     for name, alpha in (("train: DP-SGD", 1.0), ("train: PDA-DPMD", 0.9)):
         steps = mirrordp.train(step, params, private, public, alpha=alpha, options=options)
         rows.append(Row(network, name, timed(steps)))
+    with tempfile.TemporaryDirectory() as folder:
+        mapped = PrivateData(on_disk(arrays, Path(folder)))
+        steps = mirrordp.train(step, params, mapped, options=options)
+        rows.append(Row(network, "train: DP-SGD, rows in memory maps", timed(steps)))
     for size in sweep_sizes:
         runs = [
             SweepRun(seed=number, hyperparams={"learning_rate": 0.1 + number})

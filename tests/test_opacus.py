@@ -1100,6 +1100,31 @@ def test_a_warm_start_with_rows_that_judge():
     assert found.holdout_losses.min() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("has_judges", [False, True])
+def test_a_warm_start_learns_from_all_rows_again(has_judges):
+    module, data = network(), TensorDataset(*rows(60, seed=4))
+    twin, size = copy.deepcopy(module), len(data)
+    learned, judges = (TensorDataset(*data[k::2]) for k in (0, 1))
+    given = {"holdout": DataLoader(judges, batch_size=size)} if has_judges else {}
+    found = warm_start(
+        module,
+        batch_loss,
+        DataLoader(learned if has_judges else data, batch_size=size),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9),
+        patience=3,
+        refit=True,
+        **given,
+    )
+    # All rows are one batch, so their order does not matter, and an epoch is a step.
+    descent = torch.optim.SGD(twin.parameters(), lr=0.3, momentum=0.9)
+    for _ in range(int(found.holdout_losses.argmin()) + 1):
+        descent.zero_grad()
+        batch_loss(twin, data.tensors).backward()
+        descent.step()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_a_warm_start_that_diverges():
     module = network()
     before = copy.deepcopy(list(module.parameters()))

@@ -997,6 +997,7 @@ def warm_start(
     holdout: torch.utils.data.DataLoader | None = None,
     patience: int = 10,
     max_epochs: int = 500,
+    refit: bool = False,
     seed: int = 0,
 ) -> WarmStart:
     """Pre-trains a module on public rows until a held-out part of them stops improving.
@@ -1015,6 +1016,7 @@ def warm_start(
             from.
         patience: stop after this many epochs without improvement.
         max_epochs: stop after this many epochs at the latest.
+        refit: begin again with all public rows, for as many epochs as were best.
         seed: decides which rows judge and the order of the others.
 
     Returns:
@@ -1040,21 +1042,14 @@ def warm_start(
             "requires_grad for some of its parameters."
         )
     generator = torch.Generator().manual_seed(seed)
-    train, judges = _split(public, holdout, holdout_fraction, generator)
+    train, judges, everything = _split(public, holdout, holdout_fraction, generator)
     descent = torch.optim.Adam(trained, lr=1e-3) if optimizer is None else optimizer
-    best, best_loss, best_epoch, number = copy.deepcopy(module.state_dict()), math.inf, 0, 0
+    begin = copy.deepcopy((module.state_dict(), descent.state_dict()))
+    best, best_loss, best_epoch, number = begin[0], math.inf, 0, 0
     train_losses, holdout_losses = [], []
     was_training = module.training
     for number in range(max_epochs):
-        module.train()
-        losses = []
-        for batch in train:
-            descent.zero_grad()
-            loss = loss_fn(module, batch)
-            loss.backward()
-            descent.step()
-            losses.append(float(loss.detach()))
-        train_losses.append(float(np.mean(losses)))
+        train_losses.append(_learn(module, loss_fn, descent, train))
         holdout_losses.append(_judge(module, loss_fn, judges))
         if holdout_losses[-1] < best_loss:
             best, best_loss, best_epoch = (
@@ -1064,6 +1059,12 @@ def warm_start(
             )
         if number - best_epoch >= patience:
             break
+    if refit and math.isfinite(best_loss):
+        module.load_state_dict(begin[0])
+        descent.load_state_dict(begin[1])
+        for _ in range(best_epoch + 1):
+            _learn(module, loss_fn, descent, everything)
+        best = copy.deepcopy(module.state_dict())
     module.load_state_dict(best)
     module.train(was_training)
     module.zero_grad(set_to_none=True)
@@ -1080,8 +1081,8 @@ def _split(
     holdout: torch.utils.data.DataLoader | None,
     holdout_fraction: float,
     generator: torch.Generator,
-) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
-    """Returns a loader of rows to learn from and one of rows that judge."""
+) -> tuple[torch.utils.data.DataLoader, ...]:
+    """Returns loaders of the rows to learn from, of those that judge, and of both together."""
     rows = len(public.dataset)  # pyright: ignore[reportArgumentType]
     if holdout is None and rows < 2:
         raise ValueError("warm_start needs at least 2 public rows: one to learn and one to judge.")
@@ -1097,10 +1098,31 @@ def _split(
         held = torch.utils.data.Subset(public.dataset, order[:count])
         data = torch.utils.data.Subset(public.dataset, order[count:])
         judges = torch.utils.data.DataLoader(held, **options)
+        both = public.dataset
     else:
         _require_public_loader(judges)
-    train = torch.utils.data.DataLoader(data, shuffle=True, generator=generator, **options)
-    return train, judges
+        both = torch.utils.data.ConcatDataset([public.dataset, judges.dataset])
+    shuffled = {"shuffle": True, "generator": generator, **options}
+    train = torch.utils.data.DataLoader(data, **shuffled)
+    return train, judges, torch.utils.data.DataLoader(both, **shuffled)
+
+
+def _learn(
+    module: torch.nn.Module,
+    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
+    descent: torch.optim.Optimizer,
+    rows: torch.utils.data.DataLoader,
+) -> float:
+    """Trains for one epoch and returns the mean loss of its batches."""
+    module.train()
+    losses = []
+    for batch in rows:
+        descent.zero_grad()
+        loss = loss_fn(module, batch)
+        loss.backward()
+        descent.step()
+        losses.append(float(loss.detach()))
+    return float(np.mean(losses))
 
 
 @torch.no_grad()
