@@ -7,7 +7,7 @@ rows. Fits that the file has already are not made again. Tables are removed as s
 used; a CSV file takes 74 bytes per row, and a fit 240 bytes per row in TMPDIR.
 
     python -m benchmarks.fit_on_disk --out FILE [--rows 100_000 1_000_000 3_000_000] [--folder DIR]
-                                     [--model linear] [--figure PNG]
+                                     [--formats csv parquet] [--model linear] [--figure PNG]
 """
 
 import argparse
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="*", default=[10**5, 10**6, 3 * 10**6])
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--model", default="linear")
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
@@ -122,7 +123,7 @@ def main() -> None:
         make(folder / "public.csv", 1000, 1)
         make(folder / "test.csv", 10_000, 2)
         for rows in args.rows:
-            for kind in FORMATS:
+            for kind in args.formats:
                 if (rows, kind, args.model) in known:
                     continue
                 private = folder / f"private.{kind}"

@@ -13,6 +13,7 @@ import pytest
 from mirrordp import cli
 from mirrordp.data import PrivateData, rows, sources
 from mirrordp.linear import _network
+from mirrordp.linear._noting import tell
 from mirrordp.linear.descent import ClippedSum, Rows
 from mirrordp.linear.estimators import PrivateLinearRegression
 from mirrordp.mirror.families import LOGISTIC
@@ -165,10 +166,18 @@ def test_a_ceiling_needs_rows_in_memory(files):
         fitted(files, test=files / "test.csv", ceiling=True, memory=1000)
 
 
-def test_rows_that_were_read_are_counted(files):
+@pytest.mark.parametrize("model", ["linear", "trees", "network"])
+def test_it_says_how_far_it_is(files, model):
     noted = []
-    fitted(files, model="linear", stage=lambda _: contextlib.nullcontext(noted.append))
-    assert noted == ["2,500 rows"]
+    found = fitted(files, model=model, stage=lambda _: contextlib.nullcontext(noted.append))
+    assert noted[0] == "2,500 rows"
+    steps = found.report.charged_steps
+    ends = [f"step {step} of {steps}" for step in range(1, steps + 1)]
+    assert noted[-1] == ends[-1]
+    # Networks take several steps in a compiled call.
+    assert set(noted[1:]) <= set(ends) if model == "network" else noted[1:] == ends
+    tell("nobody listens any more")
+    assert noted[-1] == ends[-1]
 
 
 def test_the_share_of_repeated_rows_needs_no_room(monkeypatch):

@@ -549,6 +549,18 @@ class TestTraining:
         state, _ = tools.last(run(few_kinds, checkpoint=Checkpoint(folder, resume=True)))
         assert bits(state) == in_memory
 
+    @pytest.mark.parametrize("begins_on_disk", [False, True])
+    def test_rows_move_before_it_is_resumed(self, few_kinds, in_memory, tmp_path, begins_on_disk):
+        before, after = (few_kinds, ROWS) if begins_on_disk else (ROWS, few_kinds)
+        first = run(before, checkpoint=Checkpoint(tmp_path / "run"), stream=True)
+        next(first)
+        first.close()
+        again = Checkpoint(tmp_path / "run", resume=True)
+        # Without streaming it is another program, whose rounding may differ on other devices.
+        with pytest.raises(CheckpointError, match=r"stream \(True then, False now"):
+            run(after, checkpoint=again, stream=False)
+        assert ended(after, checkpoint=again, stream=True) == in_memory
+
     def test_resumed_on_other_rows_is_refused(self, tmp_path):
         first = run(Own(ROWS), checkpoint=Checkpoint(tmp_path / "run"))
         next(first)

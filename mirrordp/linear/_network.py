@@ -11,6 +11,7 @@ import optax
 
 from mirrordp.data import PrivateData, PublicData
 from mirrordp.data.sources import computed_columns
+from mirrordp.linear._noting import tell
 from mirrordp.linear._planning import Scaling
 from mirrordp.linear.descent import Rows
 from mirrordp.mirror.families import SQUARED_ERROR, Family
@@ -269,5 +270,8 @@ def train_privately(
         checkpoint=checkpoint,
         options=TrainOptions(steps_per_call=max(1, mechanism.num_steps // _PRIVATE_BLOCKS)),
     )
-    *_, (state, _) = states
-    return _with(network, state.params)
+    last = None
+    for last in states:
+        tell(f"step {last[1].step} of {mechanism.num_steps}")
+    assert last is not None
+    return _with(network, last[0].params)

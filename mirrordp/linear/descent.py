@@ -31,6 +31,7 @@ from scipy.sparse import issparse
 
 from mirrordp import _validate
 from mirrordp.data.sources import computed_rows, row_blocks
+from mirrordp.linear._noting import tell
 from mirrordp.mirror.families import Family
 from mirrordp.privacy import sums
 from mirrordp.privacy.accounting import Adjacency
@@ -339,13 +340,15 @@ class NoiseStream:
         self._unit, self._stddev, length = mechanism.noise_stddev, 1.0, 64 * -(-size // 64)
         if mechanism.is_secure:
             self._unit, self._stddev, length = 1.0, mechanism.noise_stddev, size
-        self._noise = mechanism.noise
+        self._noise, self._step, self._num_steps = mechanism.noise, 0, mechanism.num_steps
         self._padded = np.zeros(length)
         with jax.enable_x64(True):
             self._state = self._noise.init(key, jnp.asarray(self._padded))
 
     def __call__(self, clipped_sum: np.ndarray) -> np.ndarray:
         """Returns a sum of at most `size` numbers with noise."""
+        self._step += 1
+        tell(f"step {self._step} of {self._num_steps}")
         padded = self._padded.copy()
         padded[: clipped_sum.size] = clipped_sum.ravel() / self._unit
         with jax.enable_x64(True), interruptible():

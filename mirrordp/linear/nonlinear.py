@@ -18,6 +18,7 @@ from scipy.sparse import issparse
 
 from mirrordp import _validate
 from mirrordp.linear import _network, boosting
+from mirrordp.linear._noting import tell
 from mirrordp.linear._planning import plan_warm
 from mirrordp.linear.descent import Rows
 from mirrordp.linear.estimators import (
@@ -481,6 +482,7 @@ def rehearse(
     others = ("linear", "trees")
     tried = _MODELS
     for number in range(_FOLDS):
+        tell(f"rehearsal {number + 1} of {_FOLDS} on public rows")
         known, judges = np.flatnonzero(fold != number), rows.take(fold == number)
         found = []
         for some in (known[: len(known) // 2], known) if extrapolates else (known,):

@@ -493,7 +493,10 @@ def fit_files(
         # This binds the budget to the file, so that it waits until the file was read.
         with stage(f"comparing {private} with the data of the budget"):
             budget.check_data(private, data_changed=True)
-    with stage(f"training on {len(secret.features)} rows of {len(encoding.features)} features"):
+    from mirrordp.linear._noting import told
+
+    doing = f"training on {len(secret.features)} rows of {len(encoding.features)} features"
+    with stage(doing) as note, told(note):
         estimator = _estimator(
             task,
             kind,
