@@ -17,7 +17,7 @@ from mirrordp.linear._noting import tell
 from mirrordp.linear.descent import ClippedSum, Rows
 from mirrordp.linear.estimators import PrivateLinearRegression
 from mirrordp.mirror.families import LOGISTIC
-from mirrordp.tables import TableError
+from mirrordp.tables import TableError, files as files_of_tables
 from mirrordp.tables.fitting import fit_files
 from tests.test_sources import memory_maps, resident
 
@@ -187,3 +187,18 @@ def test_the_share_of_repeated_rows_needs_no_room(monkeypatch):
     for at_once in (2**23, 100):
         monkeypatch.setattr(rows, "_HASHES", at_once)
         assert rows._share_repeated(PrivateData(x)) == expected
+
+
+def test_a_parquet_file_is_never_all_in_memory(tmp_path):
+    """Arrow's own default keeps the bytes of every group that was read."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    x = np.random.default_rng(0).normal(size=2**20)
+    pyarrow.parquet.write_table(pa.table({"x": x}), tmp_path / "rows.parquet", row_group_size=2**14)
+    before, most, count = pa.total_allocated_bytes(), 0, 0
+    for batch in files_of_tables.read_batches(tmp_path / "rows.parquet", private=True):
+        count += len(batch)
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert count == len(x)
+    assert most < x.nbytes / 2

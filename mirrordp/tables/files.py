@@ -264,7 +264,8 @@ def _check_names(path: Path, names: Sequence[str], private: bool) -> None:
 def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
     arrow, parquet = _pyarrow()
     try:
-        with parquet.ParquetFile(path) as file:
+        # Buffers that are filled ahead stay until the end, so the whole file would be in memory.
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
             _check_names(path, file.schema_arrow.names, private)
             for batch in file.iter_batches(batch_size=batch_rows):
                 if len(batch):
