@@ -1,7 +1,9 @@
 """What acts before the clip, beside a plain step: `python -m benchmarks.charts [--network NAME]`.
 
 Milliseconds per whole step (clipped sum, noise, optimiser; public gradient where a method needs
-one) on the paper's networks with random rows, and the ratio to the step without a chart.
+one) on the paper's networks with random rows, and the ratio to the first of the methods. Rounds of
+all methods alternate, after each was compiled, which takes minutes for CIFAR-10: `--methods` picks
+some.
 """
 
 import argparse
@@ -30,11 +32,18 @@ class Row:
     ratio: float
 
 
-def contenders(network: str, batch_size: int, rank: int) -> list[Contender]:
-    net, arrays = problem(network, 2 * batch_size)
+NUM_PUBLIC = 256
+METHODS = (
+    "plain", "plain with a public gradient", "Kronecker mirror map", "recentred",
+    "scaled by public gradients", "Kronecker chart", "embedded",
+)  # fmt: skip
+
+
+def contenders(network: str, batch_size: int, rank: int, wanted: Sequence[str]) -> list[Contender]:
+    net, arrays = problem(network, batch_size + NUM_PUBLIC)
     params = net.init(jax.random.key(1))
     rows = jax.device_put(jax.tree.map(lambda leaf: leaf[:batch_size], arrays))
-    known = jax.tree.map(lambda leaf: leaf[batch_size : batch_size + 256], arrays)
+    known = jax.tree.map(lambda leaf: leaf[batch_size:], arrays)
     public = PublicData(known)
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(batch_size, num_examples=100 * batch_size),
@@ -43,17 +52,20 @@ def contenders(network: str, batch_size: int, rank: int) -> list[Contender]:
     gradients = jax.vmap(lambda row: ravel_pytree(jax.grad(net.loss)(params, row))[0])(known)
     curvature = KroneckerMap.from_public(net.loss, params, public)
     subspace = SubspaceMap.from_directions(np.asarray(gradients), rank)
-    methods = {
-        "plain": (optax.sgd(0.1), None),
-        "plain with a public gradient": (updates.mix_public_gradient(0.9), None),
-        "Kronecker mirror map": (updates.mirror_descent(curvature, 0.1), None),
-        "recentred": (optax.sgd(0.1), updates.recentred()),
-        "scaled by public gradients": (optax.sgd(0.1), updates.scaled_by_public_gradients()),
-        "Kronecker chart": (optax.sgd(0.1), updates.kronecker(curvature)),
-        "embedded": (optax.sgd(0.1), updates.embedded(subspace)),
-    }
+    sgd = optax.sgd(0.1)
+    made = [
+        (sgd, None),
+        (updates.mix_public_gradient(0.9), None),
+        (updates.mirror_descent(curvature, 0.1), None),
+        (sgd, updates.recentred()),
+        (sgd, updates.scaled_by_public_gradients()),
+        (sgd, updates.kronecker(curvature)),
+        (sgd, updates.embedded(subspace)),
+    ]
     found = []
-    for name, (optimizer, chart) in methods.items():
+    for name, (optimizer, chart) in zip(METHODS, made, strict=True):
+        if name not in wanted:
+            continue
         step = TrainStep(net.loss, mechanism, optimizer, chart=chart)
         reads_public = step.prepares or name.endswith("public gradient")
         given = jax.device_put(known) if reads_public else None
@@ -75,6 +87,7 @@ def contenders(network: str, batch_size: int, rank: int) -> list[Contender]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", nargs="+", default=["emnist", "cifar10"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
@@ -82,11 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = []
     for network in options.network:
-        methods = contenders(network, options.batch_size, options.rank)
+        methods = contenders(network, options.batch_size, options.rank, options.methods)
         times = measure(methods, rounds=options.rounds, seconds_per_round=0.5)
         for method, time in zip(methods, times, strict=True):
             rows.append(Row(network, method.method, time, time / times[0]))
-            print(f"{network:10} {method.method:30} {time:9.3f} ms {time / times[0]:6.2f}x")
+            print(
+                f"{network:10} {method.method:30} {time:9.3f} ms {time / times[0]:6.2f}x",
+                flush=True,
+            )
     if options.json is not None:
         write_json(options.json, jax.default_backend(), rows)
 
