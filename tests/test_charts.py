@@ -39,6 +39,7 @@ CHARTS = {
     "scaled": updates.scaled_by_public_gradients(decay=0.9),
     "kronecker": updates.kronecker(KRONECKER),
     "embedded": updates.embedded(SUBSPACE, residual_weight=2.0),
+    "by group": updates.clipped_by_group({"b": 3.0, "w": 1.0}),
 }
 
 
@@ -88,6 +89,10 @@ def expected_gradient(name, limit):
     if name == "kronecker":
         root, c, _ = hessian_root()
         return root @ clip(c * g @ root, limit).mean(axis=0) / c
+    if name == "by group":
+        norms = limit * np.array([3.0, 1.0]) / np.sqrt(10)
+        parts = (clip(g[:, :2], norms[0]), clip(g[:, 2:], norms[1]))
+        return np.concatenate(parts, axis=1).mean(axis=0)
     basis = np.asarray(SUBSPACE.basis)
     inside = g @ basis
     rest = 2.0 * (g - inside @ basis.T)
@@ -121,7 +126,7 @@ def test_is_what_its_formula_says(name, clip_norm):
 
 def test_unclipped_gradients_are_those_of_the_loss(name):
     mean = gradients(PRIVATE).mean(axis=0)
-    expected = {"recentred": mean, "embedded": mean, "scaled": None}
+    expected = {"recentred": mean, "embedded": mean, "by group": mean, "scaled": None}
     expected["kronecker"] = np.linalg.solve(hessian_root()[2], mean)
     if expected[name] is not None:
         np.testing.assert_allclose(released(name, 1e4), expected[name], rtol=1e-3, atol=1e-5)
@@ -146,10 +151,25 @@ def test_no_pair_of_neighbours_differs_by_more_than_is_charged(name):
     assert found.largest > 0.9 * CLIP / np.sqrt(2)
 
 
-def test_the_replay_sees_groups_that_are_clipped_too_late(monkeypatch):
+@pytest.mark.parametrize("name", ["embedded", "by group"])
+def test_the_replay_sees_groups_that_are_clipped_too_late(monkeypatch, name):
     monkeypatch.setattr(clipping, "_limit_of_group", lambda l2_clip_norm, count: l2_clip_norm)
-    step = step_with("embedded")
+    step = step_with(name)
     assert auditing.neighbour_replay(step, START, PRIVATE.arrays, num_pairs=60).exceeded()
+
+
+def test_groups_are_the_children_of_the_tree():
+    chart = updates.clipped_by_group({"b": 1.0, "weights": 2.0})
+    step = mirrordp.TrainStep(loss, tools.mechanism(), tools.sgd(0.1), chart=chart)
+    with pytest.raises(ValueError, match=r"each of \['b', 'w'\].* got \['b', 'weights'\]"):
+        step.init(START, jax.random.key(0))
+    for norms in ({"b": 0.0, "w": 1.0}, {"b": float("nan"), "w": 1.0}):
+        with pytest.raises(ValueError, match="norms must be a positive"):
+            updates.clipped_by_group(norms)
+    with pytest.raises(ValueError, match="got none"):
+        updates.clipped_by_group({})
+    norms = mirrordp.tuning.public_clip_norm(loss, START, PUBLIC, by_group=True)
+    assert updates.clipped_by_group(norms).init(START).shape == (2,)
 
 
 @pytest.mark.parametrize("name", ["recentred", "scaled"])

@@ -94,3 +94,17 @@ class Trainable:
                     f"params{jax.tree_util.keystr(path)}. Keep random keys and counters out "
                     "of params (nnx.split(model, nnx.Param, ...)), or freeze them with trainable=."
                 )
+
+
+def children(part: PyTree) -> list[str]:
+    """Returns, for each leaf, the name of the tree's child (such as a layer) that it is part of."""
+    return [_child(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)]
+
+
+def _child(path: tuple) -> str:
+    if not path:
+        return "params"
+    for attribute in ("key", "name", "idx"):
+        if hasattr(path[0], attribute):
+            return str(getattr(path[0], attribute))
+    return str(path[0])

@@ -12,7 +12,7 @@ from mirrordp import _validate
 from mirrordp.data import PublicData, require_public
 from mirrordp.privacy.clipping import squared_norm, with_key
 from mirrordp.privacy.mechanism import Mechanism
-from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.trainable import Trainable, children
 from mirrordp.types import LossFn, Params, PyTree
 
 _ROWS_AT_A_TIME = 64
@@ -45,7 +45,8 @@ def public_clip_norm(
         public: the public rows.
         quantile: the share of rows that would not be clipped.
         by_group: whether to return one norm for each child of the tree of parameters, such as the
-            layers of a network, in place of one norm for all of them.
+            layers of a network, in place of one norm for all of them; see
+            `updates.clipped_by_group`.
         trainable: as in `mirrordp.clipped_grad`.
 
     Returns:
@@ -85,22 +86,11 @@ def _squared_norms(
 ) -> tuple[list[str], jax.Array]:
     """Returns the names of the groups and the squared norms, [rows, groups]."""
     params = jax.tree.map(jnp.asarray, params)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable.part(params))]
-    groups = [_name(path) for path in paths]
+    groups = children(trainable.part(params))
     names = list(dict.fromkeys(groups))
     squares = _leaf_squares(loss_fn, trainable, params, arrays)
     member = jnp.asarray([[group == name for name in names] for group in groups], squares.dtype)
     return names, squares @ member
-
-
-def _name(path: tuple) -> str:
-    if not path:
-        return "params"
-    part = path[0]
-    for attribute in ("key", "name", "idx"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    return str(part)
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "trainable"))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         UniformAverage as UniformAverage,
     )
     from mirrordp.updates.before_clip import (
+        clipped_by_group as clipped_by_group,
         embedded as embedded,
         kronecker as kronecker,
         recentred as recentred,

@@ -3,12 +3,14 @@
 `TrainStep(..., chart=recentred())` clips each example's distance from the public gradient in place
 of its gradient. The others choose coordinates in which examples are clipped: scaled by the sizes of
 public gradients, turned and scaled by a Kronecker-factored public curvature, or split into a public
-subspace and the rest. Each is made of public data, so ε is what it is without it.
+subspace and the rest; or layer by layer. Each is made of public data, so ε is what it is without
+it.
 
 All of them are scaled so that the expected squared norm of a public gradient stays what it is: a
 clip norm keeps its meaning.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from mirrordp.mirror.kronecker import KroneckerMap
 from mirrordp.mirror.subspace import SubspaceMap
 from mirrordp.privacy.charts import Chart
 from mirrordp.privacy.sums import float32_or_wider
+from mirrordp.privacy.trainable import children
 from mirrordp.types import PyTree
 from mirrordp.updates.public_sizes import PublicSizes
 
@@ -179,4 +182,49 @@ def embedded(mirror_map: SubspaceMap, *, residual_weight: float = 1.0) -> Chart:
         # The noise on the rest has no part inside the subspace after this.
         release=lambda state, mean: combined(state, mean, 1 / residual_weight),
         groups=lambda part: (0,) * len(jax.tree.leaves(part)) + (1,),
+    )
+
+
+def clipped_by_group(norms: Mapping[str, float]) -> Chart:
+    """Returns the chart that clips each group of parameters by itself, to a norm of its own.
+
+        s_g = Σ_i clip(∇_g ℓ(θ; d_i), C_g),     C_g = C c_g / (Σ_h c_h²)^{1/2},
+
+    with noise in proportion to C_g, so that a layer whose gradients are small gets little. All
+    groups together have norm at most C; with C = (Σ_g c_g²)^{1/2}, C_g is c_g itself. A group is a
+    child of the tree of parameters, such as a layer.
+
+    Args:
+        norms: c_g by the name of the child, for each one that is trained, e.g.
+            `tuning.public_clip_norm(loss_fn, params, public, by_group=True)`.
+    """
+    _validate.instance_of(Mapping, norms=norms)
+    for norm in norms.values():
+        _validate.positive(norms=norm)
+    if not norms:
+        raise ValueError("norms must have a number for each child of the parameters, got none.")
+    limits = {name: float(norm) for name, norm in norms.items()}
+    size = float(np.sqrt(np.mean(np.square(list(limits.values())))))
+
+    def init(part: PyTree) -> jax.Array:
+        names = children(part)
+        if set(names) != set(limits):
+            raise ValueError(
+                f"norms must have one number for each of {sorted(set(names))}, the children of the "
+                f"tree of parameters that are trained, got {sorted(limits)}."
+            )
+        return jnp.asarray([size / limits[name] for name in names], jnp.float32)
+
+    def scaled(scales: jax.Array, phi: PyTree) -> PyTree:
+        leaves, tree = jax.tree.flatten(phi)
+        pairs = zip(leaves, scales, strict=True)
+        return tree.unflatten([(scale * leaf).astype(leaf.dtype) for leaf, scale in pairs])
+
+    return Chart(
+        init=init,
+        like=_zeros,
+        move=scaled,
+        centre=None,
+        release=lambda scales, mean: scaled(1 / scales, mean),
+        groups=lambda part: tuple(sorted(limits).index(name) for name in children(part)),
     )
