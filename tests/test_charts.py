@@ -1,5 +1,7 @@
 """What acts before the clip: sums by their definition, the bound on them, and whole runs."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,10 +166,12 @@ def test_groups_are_the_children_of_the_tree():
     with pytest.raises(ValueError, match=r"each of \['b', 'w'\].* got \['b', 'weights'\]"):
         step.init(START, jax.random.key(0))
     for norms in ({"b": 0.0, "w": 1.0}, {"b": float("nan"), "w": 1.0}):
-        with pytest.raises(ValueError, match="norms must be a positive"):
+        with pytest.raises(ValueError, match=r"norms\['b'\] must be a positive"):
             updates.clipped_by_group(norms)
     with pytest.raises(ValueError, match="got none"):
         updates.clipped_by_group({})
+    with pytest.raises(TypeError, match="name_in_norms must be str"):
+        updates.clipped_by_group(cast("dict[str, float]", {0: 1.0, "w": 1.0}))
     norms = mirrordp.tuning.public_clip_norm(loss, START, PUBLIC, by_group=True)
     assert updates.clipped_by_group(norms).init(START).shape == (2,)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -99,7 +100,14 @@ def test_paid_search_is_charged_to_the_budget(folder, capsys, extra, said):
     assert said in found["report"]["tuning"]
     assert 1.5 < found["report"]["epsilon"] <= 2.0
     assert found["report"]["ledger"]["budget"]["used"] > 0.5
+    # A result is not overwritten, which is said before anything is charged.
+    charged = found["report"]["ledger"]["budget"]["used"]
+    assert run(folder, extra + SPACE) == 2
+    assert "expected --out to be a new or empty folder" in capsys.readouterr().err
+    with Budget.open(folder / "budget") as budget:
+        assert budget.status.used == charged
     # What is left does not admit a second search.
+    shutil.rmtree(folder / "out")
     assert run(folder, extra + SPACE) == 2
     assert "budget" in capsys.readouterr().err
 

@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--allow-large-delta",
         action="store_true",
-        help="accept a delta above 1/N, at which publishing one row at random would pass",
+        help="accept a delta above 1/N, which publishing one row at random would satisfy",
     )
     parser.add_argument(
         "--out",
@@ -95,7 +95,7 @@ def add(commands: Any) -> None:
     ):
         parser.add_argument(name, action="append", default=[], metavar="COLUMN", help=summary)
     parser.add_argument(
-        "--decimal", default=".", metavar="C", help="what numbers have for a decimal point, . or ,"
+        "--decimal", default=".", metavar="C", help="the decimal separator, . or , (default: .)"
     )
     parser.add_argument(
         "--thousands",

@@ -73,6 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     chosen = found.chosen
     print(
         f"chosen (*): {chosen.num_steps} steps of {chosen.batch_size} records with noise "
-        f"multiplier {chosen.noise_multiplier:.6g}"
+        f"multiplier {chosen.noise_multiplier:.6g} (by PLD; the table's accountant is faster and "
+        "states somewhat more)"
     )
     return 0

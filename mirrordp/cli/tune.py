@@ -55,8 +55,10 @@ def _run(arguments: argparse.Namespace) -> int:
     with library_errors("use smaller batches"):
         import mirrordp
         from mirrordp.spending.budget import Budget
+        from mirrordp.tables.fitting import check_new_folder
         from mirrordp.training.checkpoint import Checkpoint
 
+        check_new_folder(arguments.out)
         folder = path.resolve().parent
         with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
             found = _Names(folder)

@@ -94,10 +94,14 @@ class Rehearsal:
         return close[:keep]
 
     def __str__(self) -> str:
+        behind = [
+            f" (behind by {difference:.2g} ± {error:.2g})"
+            for difference, error in zip(self.differences, self.standard_errors, strict=True)
+        ]
         lines = [
-            f"{score:.4g} (best by {difference:.2g} ± {error:.2g}): {settings}"
-            for settings, score, difference, error in zip(
-                self.settings, self.scores, self.differences, self.standard_errors, strict=True
+            f"{score:.4g}{place}: {settings}"
+            for settings, score, place in zip(
+                self.settings, self.scores, [" (best)", *behind[1:]], strict=True
             )
         ]
         return "\n".join([*lines, *self.remarks])

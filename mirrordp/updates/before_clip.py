@@ -6,8 +6,8 @@ public gradients, turned and scaled by a Kronecker-factored public curvature, or
 subspace and the rest; or layer by layer. Each is made of public data, so ε is what it is without
 it.
 
-All of them are scaled so that the expected squared norm of a public gradient stays what it is: a
-clip norm keeps its meaning.
+`scaled_by_public_gradients` and `kronecker` are scaled so that the expected squared norm of a
+public gradient stays what it is: a clip norm keeps its meaning.
 """
 
 from collections.abc import Mapping
@@ -198,11 +198,15 @@ def clipped_by_group(norms: Mapping[str, float]) -> Chart:
         norms: c_g by the name of the child, for each one that is trained, e.g.
             `tuning.public_clip_norm(loss_fn, params, public, by_group=True)`.
     """
-    _validate.instance_of(Mapping, norms=norms)
-    for norm in norms.values():
-        _validate.positive(norms=norm)
+    advice = "Use tuning.public_clip_norm(..., by_group=True)."
+    _validate.instance_of(Mapping, advice, norms=norms)
     if not norms:
-        raise ValueError("norms must have a number for each child of the parameters, got none.")
+        raise ValueError(
+            f"norms must have a number for each child of the parameters, got none. {advice}"
+        )
+    for name, norm in norms.items():
+        _validate.instance_of(str, "A child of a list has its number as text.", name_in_norms=name)
+        _validate.positive(**{f"norms[{name!r}]": norm})
     limits = {name: float(norm) for name, norm in norms.items()}
     size = float(np.sqrt(np.mean(np.square(list(limits.values())))))
 
