@@ -218,3 +218,21 @@ class TestTrainable:
     def test_a_mask_of_another_shape_is_refused(self):
         with pytest.raises(ValueError, match="prefix"):
             Trainable.of({"hidden": True}).part(clipper.make_params())
+
+
+def test_an_empty_batch_of_groups_adds_nothing():
+    clipped = clipping.clipped_grad(
+        lambda p, x: p["a"] * x + p["b"] * x, l2_clip_norm=1.0, groups=(0, 1)
+    )
+    found = clipped({"a": 1.0, "b": 2.0}, jnp.zeros(0), jnp.zeros(0, bool))
+    assert jax.tree.leaves(found) == [0.0, 0.0]
+
+
+def test_factors_of_a_wider_type_are_rounded_down():
+    """Of a tree with float64 and float32 leaves: nearest would be up for half of the factors."""
+    with jax.enable_x64(True):
+        weights = jnp.asarray(np.random.default_rng(0).uniform(size=1000))
+        found = clipping.scaled(jnp.ones(1000, jnp.float32), weights)
+        assert found.dtype == jnp.float32
+        assert np.all(np.asarray(found, np.float64) <= np.asarray(weights))
+        np.testing.assert_allclose(found, weights, rtol=2.0**-22)

@@ -67,7 +67,7 @@ class TestDistribution:
         assert p_value(NumberOfRuns(1.5 * runs.mean, runs.shape)) < 1e-6
 
     def test_refuses_what_has_no_meaning(self):
-        for mean in (0.5, 0, math.inf, math.nan):
+        for mean in (0.5, 0, math.inf, math.nan, 1 + 1e-10, 1e15):
             with pytest.raises(ValueError, match="mean"):
                 NumberOfRuns(mean)
         with pytest.raises(ValueError, match="0 or at least"):

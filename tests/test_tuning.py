@@ -808,3 +808,48 @@ class TestAudit:
 def tilt(params, example):
     """A loss whose gradient is minus the row: a step moves the model towards it."""
     return -jnp.dot(params, example)
+
+
+class TestCharts:
+    """Searches over runs that clip in other coordinates."""
+
+    @pytest.mark.parametrize("way", [tuning.Free(), PAID])
+    def test_rows_that_a_chart_reads_do_not_judge(self, way):
+        chart = mirrordp.updates.recentred()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rehearsal has few rows
+            assert np.isfinite(tune(way=way, space=SPACE[:2], chart=chart).params).all()
+        options = {"chart": chart}
+        makings = search_module.Makings(
+            loss_fn=tools.squared_distance, start=START, private=PRIVATE, public=PUBLIC,
+            optimizer=optax.sgd, adjacency=Adjacency.ZERO_OUT, noise=mirrordp.GaussianNoise(),
+            step_options=options, options=mirrordp.TrainOptions(), mesh=None, together=8,
+        )  # fmt: skip
+        assert makings.uses_public(SPACE)
+        assert not dataclasses.replace(makings, step_options={}).uses_public(SPACE)
+        size = mirrordp.updates.scale_by_public_gradients
+        sizes = dataclasses.replace(
+            makings, step_options={}, optimizer=lambda rate: optax.chain(size(), optax.sgd(rate))
+        )
+        assert sizes.uses_public(SPACE)
+
+    def test_resumes_with_the_same_chart_and_refuses_another(self, tmp_path, monkeypatch):
+        def run(norms, **options):
+            chart = mirrordp.updates.clipped_by_group({"params": norms})
+            checkpoint = Checkpoint(tmp_path / "run", **options)
+            return tune(way=PAID, space=SPACE[:1], chart=chart, checkpoint=checkpoint)
+
+        def crash(*_, **__):
+            raise RuntimeError("crash")
+
+        monkeypatch.setattr(search_module, "trained", crash)
+        with pytest.raises(RuntimeError, match="crash"):
+            run(1.0)
+        monkeypatch.undo()
+        # A norm of one group alone is nothing but C; other charts differ in their programs.
+        other = mirrordp.updates.recentred()
+        again = Checkpoint(tmp_path / "run", resume=True)
+        with pytest.raises(CheckpointError, match="chart"):
+            tune(way=PAID, space=SPACE[:1], chart=other, checkpoint=again)
+        # Made anew, as in another process, it is the same chart.
+        assert run(2.0, resume=True).report.epsilon <= 1.5

@@ -275,7 +275,7 @@ def _factors_of(
         factors, norms = clip_factors(squares, is_padding, l2_clip_norm, dtype, automatic=automatic)
         return [factors] * len(leaves), norms
     # A gradient with a NaN anywhere counts as a whole as zero.
-    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1) for leaf in leaves]
+    finite = [jnp.isfinite(leaf).all(axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
     skipped = is_padding | ~functools.reduce(jnp.logical_and, finite)
     limit = _limit_of_group(l2_clip_norm, count)
     found = [
@@ -376,7 +376,12 @@ def scaled(array: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns c_i · array_i in float32 or wider, exactly zero where c_i is zero."""
     array = array.astype(float32_or_wider(array))
     weights = weights.reshape(-1, *(1,) * (array.ndim - 1))
-    return jnp.where(weights > 0, array * weights.astype(array.dtype), jnp.zeros([], array.dtype))
+    narrow = weights.astype(array.dtype)
+    if weights.dtype == jnp.float64 and array.dtype == jnp.float32:
+        # Rounded down, as the factors are: a subnormal one has few bits.
+        too_large = narrow.astype(weights.dtype) > weights
+        narrow = jnp.where(too_large, jnp.nextafter(narrow, jnp.zeros_like(narrow)), narrow)
+    return jnp.where(weights > 0, array * narrow, jnp.zeros([], array.dtype))
 
 
 def in_microbatches(

@@ -30,6 +30,8 @@ from mirrordp import _validate
 from mirrordp.privacy.accounting import DpEvent
 
 _LEAST_SHAPE = 0.01
+# Beyond, the stopping probability is lost in rounding.
+_LEAST_MEAN, _MOST_RUNS = 1 + 1e-6, 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,11 @@ class NumberOfRuns:
             raise ValueError(
                 f"mean must be at least 1, got {self.mean!r}. Choose how many runs there shall be "
                 "on average."
+            )
+        if 1 < self.mean < _LEAST_MEAN or self.mean > _MOST_RUNS:
+            raise ValueError(
+                f"mean must be 1, or between {_LEAST_MEAN} and {_MOST_RUNS:g}, got {self.mean!r}. "
+                "Choose how many runs there shall be on average."
             )
         if self.shape != math.inf:
             _validate.non_negative("Or math.inf, for the Poisson distribution.", shape=self.shape)

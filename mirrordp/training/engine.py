@@ -920,7 +920,7 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
         "form of the private data": str(jax.tree.structure(records)),
         **kinds,
     }
-    described |= _described_chart(step, params, key, starts)
+    described |= described_chart(step, params, key, [start.params for start in starts])
     if has_records:
         described[PRIVATE_RECORDS] = _fingerprint.of_arrays(key, (records, plan.excluded))
     if plan.public is not None:
@@ -934,8 +934,8 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
     return described
 
 
-def _described_chart(
-    step: Step, params: Params, key: bytes, starts: Sequence[_Start]
+def described_chart(
+    step: Step, params: Params, key: bytes, starts: Sequence[Params]
 ) -> dict[str, str]:
     """Returns the program of a step's chart as a hash, and a fingerprint of its arrays."""
     chart = getattr(step, "chart", None)
@@ -943,7 +943,7 @@ def _described_chart(
         return {}
     part = step.trainable.part(params)
     like = chart.like(part)
-    states = [chart.init(step.trainable.part(start.params)) for start in starts]
+    states = [chart.init(step.trainable.part(start)) for start in starts]
 
     def program(state: PyTree, phi: PyTree, public_grad: PyTree) -> tuple[PyTree, ...]:
         if chart.prepare is not None:

@@ -44,7 +44,13 @@ from mirrordp.spending.ledger import Block, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import check_spend
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
-from mirrordp.training.engine import TrainOptions, described_loss, described_optimizer, train
+from mirrordp.training.engine import (
+    TrainOptions,
+    described_chart,
+    described_loss,
+    described_optimizer,
+    train,
+)
 from mirrordp.tuning.automatic import automatic_space
 from mirrordp.tuning.progress import Show, shown_if
 from mirrordp.tuning.rehearsal import Rehearsal, rehearse
@@ -454,7 +460,7 @@ class _Search:
         makings, learned = self.makings, self._rows[0]
         step = makings.step(self.mechanism_of(self.candidates[0]))
         params = jax.tree.map(jax.numpy.asarray, self.start)
-        programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn")
+        programs = ("loss_fn", "mechanism", "optimizer", "public_loss_fn", "chart")
         names = [f.name for f in dataclasses.fields(step) if f.name not in programs]
         public_loss = ""
         if step.public_loss_fn is not None and learned is not None:
@@ -483,6 +489,7 @@ class _Search:
             ),
             "data": _fingerprint.of_arrays(key, rows),
             "public_loss_fn": public_loss,
+            **described_chart(step, params, key, [params]),
             **{name: str(getattr(step, name)) for name in names},
             **checkpoints.fields("options", makings.options),
             # Both change how sums are rounded, which matters where a run is repeated.

@@ -21,6 +21,7 @@ from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.training.bookkeeping import is_silent
 from mirrordp.training.central import TrainState, TrainStep
 from mirrordp.training.engine import SweepRun, TrainOptions
+from mirrordp.training.step import needs_public_grad
 from mirrordp.training.sweep import run_state, train_sweep
 from mirrordp.tuning.settings import Settings
 from mirrordp.types import LossFn, Params
@@ -75,7 +76,11 @@ class Makings:
 
     def uses_public(self, candidates: Sequence[Settings]) -> bool:
         """Returns whether any run learns from public rows."""
-        return callable(self.start) or any((each.alphas < 1).any() for each in candidates)
+        if callable(self.start) or any((each.alphas < 1).any() for each in candidates):
+            return True
+        params = jax.tree.map(jax.numpy.asarray, self.start)
+        step = self.step(self.mechanism(candidates[0], 1.0))
+        return needs_public_grad(step, params, has_public=self.public is not None)
 
     def mechanism(self, settings: Settings, noise_multiplier: float) -> Mechanism:
         """Returns the mechanism of a private run."""

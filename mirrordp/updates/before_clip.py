@@ -206,7 +206,7 @@ def clipped_by_group(norms: Mapping[str, float]) -> Chart:
         )
     for name, norm in norms.items():
         _validate.instance_of(str, "A child of a list has its number as text.", name_in_norms=name)
-        _validate.positive(**{f"norms[{name!r}]": norm})
+        _validate.positive("", **{f"norms[{name!r}]": norm})
     limits = {name: float(norm) for name, norm in norms.items()}
     size = float(np.sqrt(np.mean(np.square(list(limits.values())))))
 
