@@ -20,6 +20,7 @@ from mirrordp.linear import (
     boosting,
     nonlinear,
 )
+from mirrordp.linear._noting import told
 from mirrordp.linear._planning import plan_warm
 from mirrordp.linear.descent import ClippedSum, Rows, descend
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR
@@ -422,8 +423,10 @@ class TestNetwork:
 
     def test_noise_beyond_the_signal_does_not_spoil_the_start(self, tables):
         (xp, yp), (x, y), test = tables
-        model = PrivateNetworkRegressor(1e-3, DELTA, steps=60, random_state=0)
-        model.fit(x[:3000], y[:3000], xp, yp)
+        model, noted = PrivateNetworkRegressor(1e-3, DELTA, steps=60, random_state=0), []
+        with told(noted.append):
+            model.fit(x[:3000], y[:3000], xp, yp)
+        assert noted[-1] == "step 60 of 60"
         public = float(np.sqrt(np.mean((model.public_scorer_(test[0])[:, 0] - test[1]) ** 2)))
         assert rmse(model, *test) < 1.05 * public
 
