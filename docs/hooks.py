@@ -85,8 +85,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Lets pages link to files of the repository that are not part of the site, by naming them."""
     del page, config, files
-    # [text](../path) becomes text (`path`): true in the repository and on the site.
-    return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)\)", _named, markdown)
+    # [text](../path#section) becomes text (`path`): true in the repository and on the site.
+    return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)", _named, markdown)
 
 
 def _named(link: re.Match) -> str:
