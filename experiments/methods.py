@@ -1,10 +1,11 @@
 """`python -m experiments methods`: every use of public data, beside plain DP-SGD, at one ε.
 
 All methods begin at the same public start and have the same network, data, batches, number of steps
-and ε. Each method has one setting of its own beside the learning rate. Both are searched on private
-validation images (not charged to ε, as in the paper): the same number of pairs for every method,
-one seed, at the middle number of public images. The final runs use other seeds, the same ones for
-every method, so that methods can be compared pair by pair; only they look at test images.
+and ε. Searched are the learning rate, the clip norm and one setting of the method's own, on private
+validation images (not charged to ε, as in the paper): 30 runs for every method and ε, of one seed,
+at the middle number of public images. Methods without a setting of their own try more clip norms.
+The final runs use other seeds, the same ones for every method, so that methods can be compared pair
+by pair; only they look at test images.
 
 Work that is done has its line in the result file, so a run that was interrupted, or whose minutes
 are over, goes on with the same command.
@@ -45,7 +46,8 @@ from mirrordp.mirror import KroneckerMap, SubspaceMap
 from mirrordp.types import Params
 
 RESULTS = Path(__file__).parent / "results" / "methods"
-RATES = (0.05, 0.15, 0.5, 1.5, 4.0)
+RATES = (0.15, 0.5, 1.5, 4.0, 12.0)
+CLIPS, MANY_CLIPS = (2.0, 6.0), (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 EPSILONS = (0.5, 2.0, 8.0)
 PUBLIC = (500, 2000, 8000)
 MIDDLE = PUBLIC[1]
@@ -84,22 +86,25 @@ class Parts(NamedTuple):
         before: an optax transformation of the released gradient, before SGD.
         chart: what acts before the clip.
         alpha: α.
-        clip: the factor of the clip norm.
     """
 
     before: optax.GradientTransformation = optax.identity()
     chart: Any = None
     alpha: Any = 1.0
-    clip: float = 1.0
 
 
 class Method(NamedTuple):
     """A method: its name in tables, its own setting with three values, and what these make."""
 
     title: str
-    knob: str
-    values: tuple[float, ...]
-    parts: Callable[[Problem, float], Parts]
+    knob: str | None
+    values: tuple[float | None, ...]
+    parts: Callable[[Problem, Any], Parts]
+
+    @property
+    def choices(self) -> list[tuple[float, float | None]]:
+        """The pairs of a clip norm and a value that are searched."""
+        return list(itertools.product(CLIPS if self.knob else MANY_CLIPS, self.values))
 
 
 def _cosine(problem: Problem, share: float) -> Parts:
@@ -133,7 +138,7 @@ def _projected(problem: Problem, rho: float) -> Parts:
 
 
 METHODS = {
-    "warm": Method("warm DP-SGD", "clip norm", (0.5, 1.0, 2.0), lambda p, v: Parts(clip=v)),
+    "warm": Method("warm DP-SGD", None, (None,), lambda p, v: Parts()),
     "pda": Method("PDA-DPMD, cosine", "K/T", (1.0, 2.5, 6.0), _cosine),
     "constant": Method("constant α (Semi-DP)", "α", (0.95, 0.85, 0.6), lambda p, v: Parts(alpha=v)),
     "momentum": Method(
@@ -147,8 +152,7 @@ METHODS = {
     "projected": Method("projected (PDP-SGD)", "ρ", (0.1, 0.3, 0.7), _projected),
     "mirror": Method("Kronecker mirror map", "damping", (10.0, 1.0, 0.1), _mirror_map),
     "recentred": Method(
-        "recentred (DOPE-SGD)", "clip norm", (0.25, 0.5, 1.0),
-        lambda p, v: Parts(chart=updates.recentred(), clip=v),
+        "recentred (DOPE-SGD)", None, (None,), lambda p, v: Parts(chart=updates.recentred())
     ),
     "adadps": Method(
         "divided before the clip (AdaDPS)", "ε̄", (0.1, 0.5, 2.0),
@@ -159,7 +163,7 @@ METHODS = {
         lambda p, v: Parts(chart=updates.kronecker(_curvature(p, v))),
     ),
     "embedded": Method(
-        "embedded (GEP)", "ρ", (0.5, 1.0, 2.0),
+        "embedded (GEP)", "ρ", (0.25, 0.5, 1.0),
         lambda p, v: Parts(chart=updates.embedded(_subspace(p), residual_weight=v)),
     ),
 }  # fmt: skip
@@ -206,6 +210,7 @@ def _noise_multiplier(epsilon: float, setting: Setting, num_private: int) -> flo
 def trained(
     problem: Problem,
     parts: Parts,
+    clip_norm: float,
     epsilon: float,
     points: Sequence[tuple[float, int]],
     *,
@@ -219,7 +224,7 @@ def trained(
     setting, count = SETTINGS[problem.name], len(problem.private)
     mechanism = Mechanism(
         sampling=PoissonSampling.for_batch_size(setting.batch_size, num_examples=count),
-        l2_clip_norm=parts.clip,
+        l2_clip_norm=clip_norm,
         noise_multiplier=_noise_multiplier(epsilon, setting, count),
         num_steps=setting.num_steps,
     )
@@ -253,7 +258,7 @@ def trained(
     return found
 
 
-KEYS = ("data", "method", "epsilon", "num_public", "kind", "value", "rate", "seed")
+KEYS = ("data", "method", "epsilon", "num_public", "kind", "clip_norm", "value", "rate", "seed")
 
 
 def work(
@@ -271,41 +276,43 @@ def work(
     shared = {"data": problem.name, "method": method, "epsilon": epsilon, "num_public": num_public}
     done = {tuple(line[key] for key in KEYS) for line in lines}
 
-    def run(kind: str, value: float, points: Sequence[tuple[float, int]]):
-        own = [shared | {"kind": kind, "value": value, "rate": r, "seed": s} for r, s in points]
+    def run(kind: str, clip_norm: float, value: float | None, points: Sequence[tuple[float, int]]):
+        same = shared | {"kind": kind, "clip_norm": clip_norm, "value": value}
+        own = [same | {"rate": rate, "seed": seed} for rate, seed in points]
         own = [line for line in own if tuple(line[key] for key in KEYS) not in done]
         if not own:
             return
         begun = time.perf_counter()
         parts = METHODS[method].parts(problem, value)
         points = [(line["rate"], line["seed"]) for line in own]
-        found = trained(problem, parts, epsilon, points, is_final=kind == "final")
+        found = trained(problem, parts, clip_norm, epsilon, points, is_final=kind == "final")
         seconds = round((time.perf_counter() - begun) / len(own), 2)
         for line, measured in zip(own, found, strict=True):
             yield line | {k: round(v, 6) for k, v in measured.items()} | {"seconds": seconds}
 
     best = chosen(lines, problem.name, method, epsilon)
     if best is not None:
-        yield from run("final", best[0], [(best[1], seed) for seed in range(1, seeds + 1)])
+        *choice, rate = best
+        yield from run("final", *choice, [(rate, seed) for seed in range(1, seeds + 1)])
     elif num_public == MIDDLE:
-        for value in METHODS[method].values:
-            yield from run("search", value, [(rate, 0) for rate in RATES])
+        for choice in METHODS[method].choices:
+            yield from run("search", *choice, [(rate, 0) for rate in RATES])
 
 
 def chosen(
     lines: Sequence[records.Record], data: str, method: str, epsilon: float
-) -> tuple[float, float] | None:
-    """Returns the setting and the rate with the least validation loss, once all are searched."""
+) -> tuple[float, float | None, float] | None:
+    """Returns clip norm, setting and rate with the least validation loss, once all are searched."""
     searched = [
         line
         for line in lines
         if line["kind"] == "search"
         and (line["data"], line["method"], line["epsilon"]) == (data, method, epsilon)
     ]
-    if len(searched) < len(RATES) * len(METHODS[method].values):
+    if len(searched) < len(RATES) * len(METHODS[method].choices):
         return None
     best = min(searched, key=lambda line: line["validation_loss"])
-    return best["value"], best["rate"]
+    return best["clip_norm"], best["value"], best["rate"]
 
 
 def table_of(lines: Sequence[records.Record]) -> str:

@@ -215,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[0.3, 1.0, 3.0])
     parser.add_argument("--seeds", type=at_least(1), default=10, help="number of seeds")
+    parser.add_argument("--first-seed", type=at_least(0), default=0, help="leave out those before")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="as for tabular")
     parser.add_argument(
         "--peer-python", type=Path, help="Python with interpret-core and diffprivlib"
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in records.read(path)}  # fmt: skip
     for name in arguments.tables:
         table = None
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.seeds):
             missing = [
                 (method, epsilon)
                 for epsilon in arguments.epsilons

@@ -199,6 +199,7 @@ def run_private(
     iterates, seen = private.train_privately(
         network,
         settings.private,
+        settings.public,
         found,
         params,
         parts.scaled(parts.private),

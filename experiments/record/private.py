@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.record import augmentation
+from experiments.record import augmentation, pretraining
 from experiments.record.data import Examples
 from experiments.record.network import WideResNet
-from experiments.record.settings import PrivateSettings
+from experiments.record.settings import PrivateSettings, PublicSettings
 from mirrordp import (
     ExponentialAverage,
     Mechanism,
@@ -23,7 +23,9 @@ from mirrordp import (
     TrainOptions,
     TrainStep,
     train,
+    updates,
 )
+from mirrordp.mirror import KroneckerMap
 from mirrordp.privacy import Accountant
 from mirrordp.types import LossFn, Params
 
@@ -58,6 +60,21 @@ def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
     return loss
 
 
+def loss_of_mixed(network: WideResNet, settings: PublicSettings, public: Examples) -> LossFn:
+    """Makes the loss that a public start minimises: of a public image mixed with a random other."""
+    images, labels = jnp.asarray(public[0]), jnp.asarray(public[1])
+
+    def loss(params: Params, example: tuple[jax.Array, jax.Array], key: jax.Array) -> jax.Array:
+        other_key, change_key = jax.random.split(key)
+        other = jax.random.randint(other_key, (), 0, len(labels))
+        pair = jnp.stack([example[0], images[other]])
+        targets = jax.nn.one_hot(jnp.stack([example[1], labels[other]]), network.num_classes)
+        pair, targets = pretraining.changed(settings, change_key, pair, targets)
+        return optax.softmax_cross_entropy(network.predict(params, pair[:1]), targets[:1])[0]
+
+    return loss
+
+
 def learning_rates(settings: PrivateSettings) -> optax.Schedule:
     """Returns a schedule that rises from zero in `warm_up` steps and then follows `rate`."""
     peak, rest = settings.learning_rate, max(1, settings.steps - settings.warm_up)
@@ -81,6 +98,7 @@ Seen = Callable[[int, dict[str, Params]], None]
 def train_privately(
     network: WideResNet,
     settings: PrivateSettings,
+    public_settings: PublicSettings,
     found: Mechanism,
     start: Params,
     private: Examples,
@@ -96,10 +114,11 @@ def train_privately(
     Args:
         network: to train.
         settings: how.
+        public_settings: how the public start was made, for `public_mix`.
         found: the mechanism.
         start: where to begin; from public images alone.
         private: scaled images and labels.
-        public: likewise; used where alpha is below 1.
+        public: likewise; used where alpha is below 1, and for a geometry.
         seed: makes the run reproducible.
         on_progress: called with the step and all iterates every `every` steps.
         every: the number of steps between two such calls.
@@ -112,12 +131,28 @@ def train_privately(
     decays = (settings.average_decay, *settings.other_decays)
     averages = {f"average {decay:g}": ExponentialAverage(decay) for decay in decays}
     kept = {name: start for name in averages}
-    momentum = settings.momentum or None
+    if settings.public_mix:
+        public_loss = loss_of_mixed(network, public_settings, public)
+    else:
+        public_loss = loss_of_views(network, 1, settings.cutout)
+    optimizer = optax.sgd(learning_rates(settings), momentum=settings.momentum or None)
+    chart = None
+    if settings.geometry != "none":
+        curvature = KroneckerMap.from_public(
+            public_loss, start, PublicData(public), damping=settings.damping, largest_side=4096
+        )
+        if settings.geometry == "chart":
+            chart = updates.kronecker(curvature)
+        else:
+            # Steps of a quadratic map are proportional to the rate, which SGD multiplies by.
+            shaped = optax.chain(updates.mirror_descent(curvature, 1.0), optax.scale(-1))
+            optimizer = optax.chain(shaped, optimizer)
     step = TrainStep(
         loss_of_views(network, settings.views, settings.cutout),
         found,
-        optax.sgd(learning_rates(settings), momentum=momentum),
-        public_loss_fn=loss_of_views(network, 1, settings.cutout) if mixes else None,
+        optimizer,
+        public_loss_fn=public_loss if mixes else None,
+        chart=chart,
         public_batch_size=settings.public_batch_size if mixes else None,
         microbatch_size=settings.microbatch_size,
         show_unprivatized=True,

@@ -17,6 +17,7 @@ from experiments.settings_files import SettingsError
 CONFIGS = Path(__file__).parent / "configs"
 MIXES = ("none", "mixup", "cutmix", "both")
 RATES = ("constant", "linear", "cosine")
+GEOMETRIES = ("none", "mirror", "chart")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -77,6 +78,10 @@ class PrivateSettings:
         l2_clip_norm: C.
         alpha: weight of the private gradient.
         public_batch_size: public examples of a step with alpha below 1.
+        public_mix: whether the public loss is that of the public start, with mixed images.
+        geometry: what a Kronecker-factored public curvature does: nothing (`none`), shape the step
+            after the noise (`mirror`), or shape gradients before the clip too (`chart`).
+        damping: of that curvature.
         cutout: side of the square that is set to zero in each view, 0 for none.
         average_decay: of the exponential average of the iterates that is the result.
         other_decays: further averages to look at in a search.
@@ -96,6 +101,9 @@ class PrivateSettings:
     l2_clip_norm: float = 1.0
     alpha: float = 1.0
     public_batch_size: int = 256
+    public_mix: bool = False
+    geometry: str = "none"
+    damping: float = 1.0
     cutout: int = 0
     average_decay: float = 0.99
     other_decays: tuple[float, ...] = ()
@@ -120,11 +128,13 @@ class RecordSettings:
         public, private = self.public, self.private
         check(public.mix in MIXES, f"public.mix must be one of {', '.join(MIXES)}.")
         check(private.rate in RATES, f"private.rate must be one of {', '.join(RATES)}.")
+        kinds = ", ".join(GEOMETRIES)
+        check(private.geometry in GEOMETRIES, f"private.geometry must be one of {kinds}.")
         check(self.network.dtype in DTYPES, f"network.dtype must be one of {', '.join(DTYPES)}.")
         for table, names in (
             (public, "batch_size learning_rate mix_concentration"),
             (private, "target_epsilon delta steps batch_size views learning_rate l2_clip_norm"),
-            (private, "public_batch_size microbatch_size"),
+            (private, "public_batch_size microbatch_size damping"),
         ):
             for name in names.split():
                 value = getattr(table, name)
@@ -162,6 +172,11 @@ class RecordSettings:
         """Returns the values that decide a private run, apart from its seed and start."""
         private = dataclasses.asdict(self.private)
         del private["microbatch_size"], private["other_decays"]
+        # Lines that were written before these settings existed keep their identity.
+        if self.private.geometry == "none":
+            del private["geometry"], private["damping"]
+        if not self.private.public_mix:
+            del private["public_mix"]
         return {"network": dataclasses.asdict(self.network), "private": private}
 
 

@@ -12,6 +12,8 @@ from experiments.methods import METHODS, Setting
 def small(monkeypatch):
     monkeypatch.setattr(methods, "SETTINGS", {"emnist": Setting(32, 3, 1e-6)})
     monkeypatch.setattr(methods, "RATES", (0.1, 0.5))
+    monkeypatch.setattr(methods, "CLIPS", (1.0,))
+    monkeypatch.setattr(methods, "MANY_CLIPS", (1.0,))
     task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
     monkeypatch.setattr(tasks, "task", lambda name: task)
     short = {
@@ -40,7 +42,11 @@ def test_every_method_makes_its_parts():
     for name in ("warm", "pda", "constant", "momentum", "sizes", "recentred", "adadps"):
         for value in METHODS[name].values:
             assert isinstance(METHODS[name].parts(problem, value), methods.Parts)
-    assert {len(method.values) for method in METHODS.values()} == {3}
+
+
+def test_every_method_has_the_same_number_of_trials():
+    assert {len(method.choices) for method in METHODS.values()} == {6}
+    assert {len({*method.choices}) for method in METHODS.values()} == {6}
 
 
 def test_differences_are_paired():

@@ -342,18 +342,27 @@ def some_mechanism(settings, num_private):
     )
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5])
-def test_private_training_goes_from_the_start_and_averages(alpha):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"alpha": 0.5},
+        {"alpha": 0.5, "public_mix": True},
+        {"geometry": "mirror"},
+        {"geometry": "chart", "public_mix": True},
+    ],
+)
+def test_private_training_goes_from_the_start_and_averages(changes):
     _, public, rows = examples()
     settings = PrivateSettings(
-        steps=6, batch_size=32, views=2, alpha=alpha, average_decay=0.5, other_decays=(0.9,),
-        target_epsilon=8.0, microbatch_size=16, public_batch_size=8,
+        steps=6, batch_size=32, views=2, average_decay=0.5, other_decays=(0.9,),
+        target_epsilon=8.0, microbatch_size=16, public_batch_size=8, **changes,
     )  # fmt: skip
     found = some_mechanism(settings, len(rows[0]))
     start = Linear().init(jax.random.key(0))
     steps = []
     iterates, seen = private.train_privately(
-        Linear(), settings, found, start, rows, public, seed=0, every=3,
+        Linear(), settings, PublicSettings(mix="both"), found, start, rows, public, seed=0, every=3,
         on_progress=lambda step, iterates: steps.append((step, sorted(iterates))),
     )  # fmt: skip
     assert steps == [(step, ["average 0.5", "average 0.9", "last"]) for step in (3, 6)]
@@ -382,7 +391,7 @@ def test_a_deadline_that_has_passed_ends_training(monkeypatch):
 
     monkeypatch.setattr(private, "train", train)
     found = some_mechanism(settings, len(rows[0]))
-    arguments = (Linear(), settings, found, start, rows, public)
+    arguments = (Linear(), settings, PublicSettings(), found, start, rows, public)
     with pytest.raises(TimeoutError):
         private.train_privately(*arguments, seed=0, deadline=past)
     assert taken == [1]
@@ -478,7 +487,9 @@ def test_final_runs_look_at_test_images_once(quick, tmp_path, monkeypatch):
         looks.append(1)
         return evaluate(*arguments)
 
-    def train_privately(network, settings, found, start, *_, on_progress, **options):
+    def train_privately(
+        network, settings, public_settings, found, start, *_, on_progress, **options
+    ):
         """What training reports, twice on the way and at its end."""
         iterates = {"last": start, "average 0.9": start}
         for step in (1, 2, settings.steps):
