@@ -5,7 +5,8 @@ and ε. Searched are the learning rate, the clip norm and one setting of the met
 validation images (not charged to ε, as in the paper): 30 runs for every method and ε, of one seed,
 at the middle number of public images. Methods without a setting of their own try more clip norms.
 The final runs use other seeds, the same ones for every method, so that methods can be compared pair
-by pair; only they look at test images.
+by pair; only they look at test images. Their differences from warm DP-SGD go into `table.md` and,
+as heat maps, into `methods.png`.
 
 Work that is done has its line in the result file, so a run that was interrupted, or whose minutes
 are over, goes on with the same command.
@@ -14,6 +15,7 @@ are over, goes on with the same command.
 import argparse
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import sys
@@ -31,6 +33,7 @@ from jax.flatten_util import ravel_pytree
 import mirrordp
 from experiments import datasets, records, sections
 from experiments.deep import tasks
+from experiments.deep.titles import DATASETS
 from experiments.deep.training import EVALUATION_BATCH, PACKAGES
 from experiments.options import at_least, existing_file
 from mirrordp import (
@@ -292,8 +295,8 @@ def work(
 
     best = chosen(lines, problem.name, method, epsilon)
     if best is not None:
-        *choice, rate = best
-        yield from run("final", *choice, [(rate, seed) for seed in range(1, seeds + 1)])
+        clip_norm, value, rate = best
+        yield from run("final", clip_norm, value, [(rate, seed) for seed in range(1, seeds + 1)])
     elif num_public == MIDDLE:
         for choice in METHODS[method].choices:
             yield from run("search", *choice, [(rate, 0) for rate in RATES])
@@ -315,48 +318,233 @@ def chosen(
     return best["clip_norm"], best["value"], best["rate"]
 
 
+Place = tuple[str, float, int]  # data set, ε and number of public images
+Runs = dict[tuple[str, Place], dict[int, records.Record]]  # by method and place, then by seed
+
+
+class Metric(NamedTuple):
+    """A measure of quality on test images, and how tables show it."""
+
+    key: str
+    title: str
+    scale: float
+    digits: int
+    sign: int
+
+
+ACCURACY = Metric("test_accuracy", "test accuracy (%, differences in points)", 100.0, 2, 1)
+LOSS = Metric("test_loss", "test loss", 1.0, 4, -1)
+# The figure has short names, and no deeper colours beyond these points of accuracy.
+SHORT = {
+    "sizes": "public sizes, after noise",
+    "adadps": "public sizes (AdaDPS)",
+    "kronecker": "Kronecker (DP-KFC)",
+}
+LIMIT = 3.0
+
+
+class Difference(NamedTuple):
+    """A method's mean difference from warm DP-SGD; ± `half` is a 95% interval (NaN: one seed)."""
+
+    mean: float
+    half: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return abs(self.mean) > self.half
+
+
+def final_runs(lines: Sequence[records.Record]) -> Runs:
+    """Returns the final runs; those of settings that a later search gave up are left out."""
+    best, found = functools.cache(functools.partial(chosen, lines)), {}
+    for line in lines:
+        data, method, epsilon = line["data"], line["method"], line["epsilon"]
+        if line["kind"] != "final" or method not in METHODS:
+            continue
+        settings = line["clip_norm"], line["value"], line["rate"]
+        if best(data, method, epsilon) in (None, settings):
+            place = data, epsilon, line["num_public"]
+            found.setdefault((method, place), {})[line["seed"]] = line
+    return found
+
+
+def difference(runs: Runs, method: str, place: Place, metric: Metric) -> Difference | None:
+    """Returns the difference from warm DP-SGD over the seeds that both have; None without any."""
+    own, base = (runs.get((name, place), {}) for name in (method, "warm"))
+    values = [
+        metric.scale * (own[seed][metric.key] - base[seed][metric.key])
+        for seed in sorted(own.keys() & base.keys())
+    ]
+    if not values:
+        return None
+    count, half = len(values), math.nan
+    if count > 1:
+        error = np.std(values, ddof=1) / math.sqrt(count)
+        half = float(scipy.stats.t.ppf(0.975, count - 1) * error)
+    return Difference(float(np.mean(values)), half)
+
+
 def table_of(lines: Sequence[records.Record]) -> str:
-    """Returns a Markdown table of test accuracies, and of paired differences from warm DP-SGD."""
-    finals = [line for line in lines if line["kind"] == "final"]
-    if not finals:
+    """Returns Markdown tables: differences from warm DP-SGD in accuracy and loss, and settings."""
+    runs = final_runs(lines)
+    if not runs:
         return "No final runs yet.\n"
-    places = sorted({(x["data"], x["epsilon"], x["num_public"]) for x in finals})
-    titles = [f"{d}, ε = {e:g}, {p:,} public" for d, e, p in places]
-    rows = ["| method | " + " | ".join(titles) + " |", "|---" * (1 + len(places)) + "|"]
-    for method, about in METHODS.items():
-        cells = [_cell(finals, method, place) for place in places]
-        rows.append(f"| {about.title} | {' | '.join(cells)} |")
-    return "\n".join([*rows, ""])
+    parts = [
+        f"All numbers are means over {_seeds(runs)}. Below the row of warm DP-SGD are differences "
+        "from it, paired by seed, with 95% intervals (Student's t, not corrected for the number of "
+        "cells). Differences in bold are better, and their intervals exclude zero."
+    ]
+    for data in sorted({place[0] for _, place in runs}):
+        places = sorted({place for _, place in runs if place[0] == data})
+        titles = [f"ε = {epsilon:g}, {count:,} public" for _, epsilon, count in places]
+        for metric in (ACCURACY, LOSS):
+            cells = {
+                name: [_cell(runs, name, place, metric) for place in places] for name in METHODS
+            }
+            parts += [f"**{DATASETS[data]}: {metric.title}**", _markdown(titles, cells)]
+        epsilons = sorted({place[1] for place in places})
+        cells = {name: [_settings(lines, data, name, e) for e in epsilons] for name in METHODS}
+        parts += [
+            f"**{DATASETS[data]}: settings that the search chose**: clip norm C, the method's own "
+            "setting and learning rate η. An asterisk marks the smallest or largest value that was "
+            "searched (of two values, each is one).",
+            _markdown([f"ε = {epsilon:g}" for epsilon in epsilons], cells),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _cell(finals: Sequence[records.Record], method: str, place: tuple) -> str:
-    def of(name: str) -> dict[int, records.Record]:
-        return {
-            x["seed"]: x
-            for x in finals
-            if (x["data"], x["epsilon"], x["num_public"]) == place and x["method"] == name
-        }
+def _seeds(runs: Runs) -> str:
+    fewest, most = min(map(len, runs.values())), max(map(len, runs.values()))
+    return f"{f'{fewest} to ' * (fewest < most)}{most} seed{'s' * (most > 1)}"
 
-    own, base = of(method), of("warm")
+
+def _markdown(titles: Sequence[str], cells: dict[str, list[str]]) -> str:
+    rows = [["method", *titles], ["---"] * (1 + len(titles))]
+    rows += [[METHODS[name].title, *own] for name, own in cells.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(runs: Runs, method: str, place: Place, metric: Metric) -> str:
+    own, base = (runs.get((name, place), {}) for name in (method, "warm"))
     if not own:
         return "not run"
-    accuracy = 100 * np.mean([x["test_accuracy"] for x in own.values()])
-    text = f"{accuracy:.2f}% / {np.mean([x['test_loss'] for x in own.values()]):.4f}"
-    pairs = sorted(own.keys() & base.keys())
-    if method == "warm" or len(pairs) < 2:
-        return text
-    differences = [100 * (own[s]["test_accuracy"] - base[s]["test_accuracy"]) for s in pairs]
-    # 95%, by Student's t.
-    half = (
-        scipy.stats.t.ppf(0.975, len(pairs) - 1)
-        * np.std(differences, ddof=1)
-        / math.sqrt(len(pairs))
+    for whose, group in (("", own), ("of warm, ", base)):
+        # Such a loss is that of a run that diverged: its mean would say nothing.
+        if lost := sum(line[metric.key] >= 1e9 for line in group.values()):
+            return f"{whose}{lost} of {len(group)} diverged"
+    if method == "warm":
+        mean = np.mean([metric.scale * line[metric.key] for line in own.values()])
+        return f"{mean:.{metric.digits}f}"
+    found = difference(runs, method, place, metric)
+    if found is None:
+        return "no pair"
+    text = f"{found.mean:+z.{metric.digits}f}"
+    if not math.isnan(found.half):
+        text += f" ± {found.half:.{metric.digits}f}"
+    return f"**{text}**" if found.is_clear and metric.sign * found.mean > 0 else text
+
+
+def _settings(lines: Sequence[records.Record], data: str, method: str, epsilon: float) -> str:
+    best = chosen(lines, data, method, epsilon)
+    if best is None:
+        return "not run"
+    grids = *zip(*METHODS[method].choices, strict=True), RATES
+    return ", ".join(
+        f"{name} = {value:g}" + ("" if min(grid) < value < max(grid) else "\\*")
+        for name, value, grid in zip(("C", METHODS[method].knob, "η"), best, grids, strict=True)
+        if value is not None
     )
-    return f"{text} ({np.mean(differences):+.2f} ± {half:.2f})"
+
+
+def figure(lines: Sequence[records.Record], path: Path) -> None:
+    """Draws differences in accuracy from warm DP-SGD, best methods first; no file without any."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    runs = final_runs(lines)
+    found = {
+        (method, place): pair
+        for method, place in runs
+        if method != "warm" and (pair := difference(runs, method, place, ACCURACY))
+    }
+    if not found:
+        return
+    shown = []
+    for data in sorted({place[0] for _, place in found}):
+        means: dict[str, list[float]] = {}
+        for (method, place), pair in found.items():
+            if place[0] == data:
+                means.setdefault(method, []).append(pair.mean)
+        ranked = sorted(means, key=lambda method: -float(np.mean(means[method])))
+        shown.append((["warm", *ranked], sorted({p for _, p in found if p[0] == data})))
+    width = 2.6 + 0.68 * max(5, *(len(places) for _, places in shown))
+    height = 1.2 + sum(0.9 + 0.28 * len(methods) for methods, _ in shown)
+    drawing = Figure(figsize=(width, height))
+    drawing.set_layout_engine("constrained", hspace=0.08)
+    heights = [len(methods) for methods, _ in shown]
+    panels = drawing.subplots(len(shown), squeeze=False, height_ratios=heights)[:, 0]
+    images = [
+        _heat_map(axes, runs, found, *rows_and_columns)
+        for axes, rows_and_columns in zip(panels, shown, strict=True)
+    ]
+    bar = drawing.colorbar(
+        images[0], ax=panels, location="bottom", extend="both", shrink=0.6, aspect=35, pad=0.03
+    )
+    bar.set_label(
+        "points of test accuracy above warm DP-SGD\n"
+        f"({_seeds(runs)}; pale numbers: the 95% interval includes zero)"
+    )
+    bar.outline.set_visible(False)
+    # Without the version of matplotlib the same lines give the same file.
+    drawing.savefig(buffer := io.BytesIO(), dpi=130, metadata={"Software": None})
+    # A palette makes the file a third as large; Pillow comes with matplotlib.
+    Image.open(buffer).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def _heat_map(axes, runs: Runs, found: dict, methods: Sequence[str], places: Sequence[Place]):
+    from matplotlib.colors import LinearSegmentedColormap
+
+    # Okabe and Ito's orange and blue, told apart by readers with any common colour blindness.
+    colours = LinearSegmentedColormap.from_list("", ["#D55E00", "#FFFFFF", "#0072B2"])
+    values = np.full((len(methods), len(places)), np.nan)
+    for (row, method), (column, place) in itertools.product(enumerate(methods), enumerate(places)):
+        style, text = {"color": "#999999"}, "–"
+        if pair := found.get((method, place)):
+            values[row, column] = pair.mean
+            text = f"{pair.mean:+z.{1 if abs(pair.mean) >= 9.995 else 2}f}".replace("-", "−")
+            strong = {"fontweight": "bold"} if pair.is_clear else {"alpha": 0.6}
+            style = {"color": "white" if pair.mean > 0.85 * LIMIT else "black"} | strong
+        elif method == "warm":
+            own = [line["test_accuracy"] for line in runs["warm", place].values()]
+            style, text = {"color": "black"}, f"{100 * np.mean(own):.1f}%"
+        axes.text(column, row, text, ha="center", va="center", fontsize=8.5, **style)
+    image = axes.imshow(values, cmap=colours, vmin=-LIMIT, vmax=LIMIT, aspect="auto")
+    labels = [SHORT.get(method, METHODS[method].title) for method in methods]
+    axes.set_yticks(range(len(methods)), labels)
+    axes.xaxis.tick_top()
+    axes.set_xticks(range(len(places)), [f"{count:,}" for *_, count in places])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    above = {"textcoords": "offset points", "va": "bottom", "annotation_clip": False}
+    axes.annotate("public images", (-0.5, -0.5), xytext=(-3.5, 3.5), ha="right", **above)
+    title = {"fontweight": "bold", "fontsize": 12}
+    axes.annotate(
+        DATASETS[places[0][0]], (-0.5, -0.5), xytext=(-3.5, 20), ha="right", **above, **title
+    )
+    # Columns of one ε form a group.
+    for epsilon in {place[1] for place in places}:
+        group = [column for column, place in enumerate(places) if place[1] == epsilon]
+        middle = (group[0] + group[-1]) / 2
+        axes.annotate(f"ε = {epsilon:g}", (middle, -0.5), xytext=(0, 20), ha="center", **above)
+        axes.axvline(group[0] - 0.5, color="white", lw=5)
+    for row in range(1, len(methods)):
+        axes.axhline(row - 0.5, color="white", lw=1)
+    return image
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Computes what is missing, then writes the table; see `--help`."""
+    """Computes what is missing, then writes tables and figure; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m experiments methods", description=__doc__)
     parser.add_argument("--data", nargs="+", choices=SETTINGS, default=["emnist"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -386,6 +574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for line in work(problem, method, epsilon, num_public, lines, arguments.seeds):
                     records.append(path, line | {"provenance": provenance})
             print(f"{name}, {num_public} public, ε = {epsilon:g}: {method}", file=sys.stderr)
-    table = table_of(records.read(path))
-    sections.publish(table, "methods", arguments.out, arguments.readme)
+    lines = records.read(path)
+    sections.publish(table_of(lines), "methods", arguments.out, arguments.readme)
+    figure(lines, arguments.out / "methods.png")
     return 0
