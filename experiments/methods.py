@@ -564,6 +564,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The middle number of public images first: it has the search. Then all final runs.
     sizes = sorted(arguments.public, key=lambda size: size != MIDDLE)
     for name, num_public in itertools.product(arguments.data, sizes):
+        if time.perf_counter() - begun > 60 * arguments.minutes:
+            break
         problem = prepared(name, num_public, arguments.data_root, synthetic=arguments.synthetic)
         for epsilon, method in itertools.product(arguments.epsilons, arguments.methods):
             # Twice: final runs at the middle number follow from the search there.

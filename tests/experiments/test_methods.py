@@ -1,5 +1,7 @@
 """`python -m experiments methods`."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -187,3 +189,9 @@ def test_the_figure_has_the_best_methods_first(tmp_path, monkeypatch):
     ]
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size < 150_000
+
+
+def test_the_guide_shows_the_figure_of_the_results():
+    root = Path(__file__).parents[2]
+    shown = (root / "docs/figures/methods.png").read_bytes()
+    assert shown == (methods.RESULTS / "methods.png").read_bytes()
