@@ -139,7 +139,11 @@ def train_privately(
     chart = None
     if settings.geometry != "none":
         curvature = KroneckerMap.from_public(
-            public_loss, start, PublicData(public), damping=settings.damping, largest_side=4096
+            public_loss,
+            start,
+            PublicData(public),
+            damping=settings.damping,
+            largest_side=settings.largest_side,
         )
         if settings.geometry == "chart":
             chart = updates.kronecker(curvature)

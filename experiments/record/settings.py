@@ -82,6 +82,7 @@ class PrivateSettings:
         geometry: what a Kronecker-factored public curvature does: nothing (`none`), shape the step
             after the noise (`mirror`), or shape gradients before the clip too (`chart`).
         damping: of that curvature.
+        largest_side: of sides of kernels with more rows or columns, the curvature is diagonal.
         cutout: side of the square that is set to zero in each view, 0 for none.
         average_decay: of the exponential average of the iterates that is the result.
         other_decays: further averages to look at in a search.
@@ -104,6 +105,7 @@ class PrivateSettings:
     public_mix: bool = False
     geometry: str = "none"
     damping: float = 1.0
+    largest_side: int = 1024
     cutout: int = 0
     average_decay: float = 0.99
     other_decays: tuple[float, ...] = ()
@@ -134,7 +136,7 @@ class RecordSettings:
         for table, names in (
             (public, "batch_size learning_rate mix_concentration"),
             (private, "target_epsilon delta steps batch_size views learning_rate l2_clip_norm"),
-            (private, "public_batch_size microbatch_size damping"),
+            (private, "public_batch_size microbatch_size damping largest_side"),
         ):
             for name in names.split():
                 value = getattr(table, name)
@@ -174,7 +176,7 @@ class RecordSettings:
         del private["microbatch_size"], private["other_decays"]
         # Lines that were written before these settings existed keep their identity.
         if self.private.geometry == "none":
-            del private["geometry"], private["damping"]
+            del private["geometry"], private["damping"], private["largest_side"]
         if not self.private.public_mix:
             del private["public_mix"]
         return {"network": dataclasses.asdict(self.network), "private": private}

@@ -147,18 +147,11 @@ class KroneckerMap:
         return self._turned(coordinates, transposed=False)
 
     def _turned(self, vector: jax.Array, *, transposed: bool) -> jax.Array:
-        product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
         found, first = [], 0
         for u, v, (rows, columns) in zip(self.left, self.right, self.shapes, strict=True):
             block = vector[first : first + rows * columns].reshape(rows, columns)
             first += rows * columns
-            if u is not None:
-                u = u.astype(vector.dtype)
-                block = product(u.T if transposed else u, block)
-            if v is not None:
-                v = v.astype(vector.dtype)
-                block = product(block, v if transposed else v.T)
-            found.append(block.ravel())
+            found.append(turned(block, u, v, transposed=transposed).ravel())
         return jnp.concatenate(found)
 
     def _times(self, vector: jax.Array, power: int) -> jax.Array:
@@ -211,6 +204,20 @@ class KroneckerMap:
     def minimizer(self, constraint: Constraint) -> Solution:
         """Returns argmin over C of Ψ, the projection of c."""
         return project_float64(self, self.center, constraint)
+
+
+def turned(
+    block: jax.Array, u: jax.Array | None, v: jax.Array | None, *, transposed: bool = False
+) -> jax.Array:
+    """Returns U block Vᵀ, or Uᵀ block V if `transposed`; None stands for the identity."""
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    if u is not None:
+        u = u.astype(block.dtype)
+        block = product(u.T if transposed else u, block)
+    if v is not None:
+        v = v.astype(block.dtype)
+        block = product(block, v if transposed else v.T)
+    return block
 
 
 def _eigenvalues(curvature: jax.Array, damping: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 from mirrordp import _validate
 from mirrordp.mirror.base import matvec
-from mirrordp.mirror.kronecker import KroneckerMap
+from mirrordp.mirror.kronecker import KroneckerMap, turned
 from mirrordp.mirror.subspace import SubspaceMap
 from mirrordp.privacy.charts import Chart
 from mirrordp.privacy.sums import float32_or_wider
@@ -87,10 +87,11 @@ def scaled_by_public_gradients(*, decay: float = 0.99, epsilon: float = 0.1) -> 
 
 
 class Turned(NamedTuple):
-    """What `kronecker` keeps, in the parameters' type: the map, H^{−1/2} along its axes, and c."""
+    """What `kronecker` keeps, in the parameters' type: U, V and H^{−1/2} of each array, and c."""
 
-    mirror_map: KroneckerMap
-    inverse_root: Any
+    left: tuple[Any, ...]
+    right: tuple[Any, ...]
+    inverse_root: tuple[Any, ...]
     c: Any
 
 
@@ -114,25 +115,32 @@ def kronecker(mirror_map: KroneckerMap) -> Chart:
     eigenvalues, curvature = np.asarray(mirror_map.eigenvalues), arrays.curvature
     # Public gradients keep their mean squared norm.
     c = np.sqrt(curvature.sum() / (curvature / eigenvalues).sum())
+    ends = np.cumsum([rows * columns for rows, columns in mirror_map.shapes])
+    roots = np.split(eigenvalues**-0.5, ends[:-1])
+    roots = tuple(root.reshape(shape) for root, shape in zip(roots, mirror_map.shapes, strict=True))
 
     def init(part: PyTree) -> Turned:
         _check_size(part, mirror_map.num_params)
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(part))
-        kept = Turned(arrays, eigenvalues**-0.5, c)
+        kept = Turned(arrays.left, arrays.right, roots, c)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), kept)
 
-    def turned(state: Turned, phi: PyTree, factor: jax.Array) -> PyTree:
+    def whitened(state: Turned, phi: PyTree, factor: jax.Array) -> PyTree:
         """Returns factor H^{−1/2} φ, where φ are coordinates along the eigenvectors."""
-        values, unravel = ravel_pytree(phi)
-        scaled = (factor * state.inverse_root * values).astype(values.dtype)
-        return unravel(state.mirror_map.from_coordinates(scaled))
+        # Array by array: of one long vector, every example would have a copy for each array.
+        leaves, tree = jax.tree.flatten(phi)
+        found = []
+        for leaf, u, v, root in zip(leaves, *state[:3], strict=True):
+            block = (factor * root * leaf.reshape(root.shape)).astype(leaf.dtype)
+            found.append(turned(block, u, v).reshape(leaf.shape))
+        return tree.unflatten(found)
 
     return Chart(
         init=init,
         like=_zeros,
-        move=lambda state, phi: turned(state, phi, state.c),
+        move=lambda state, phi: whitened(state, phi, state.c),
         centre=None,
-        release=lambda state, mean: turned(state, mean, 1 / state.c),
+        release=lambda state, mean: whitened(state, mean, 1 / state.c),
     )
 
 
