@@ -34,7 +34,7 @@ import mirrordp
 from experiments import datasets, records, sections
 from experiments.deep import tasks
 from experiments.deep.titles import DATASETS
-from experiments.deep.training import EVALUATION_BATCH, PACKAGES
+from experiments.deep.training import EVALUATION_BATCH, PACKAGES, public_start
 from experiments.options import at_least, existing_file
 from mirrordp import (
     Mechanism,
@@ -60,14 +60,31 @@ HOLDOUT = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all methods have in common on one data set."""
+    """What all methods have in common on one data set.
+
+    Attributes:
+        batch_size: expected size of a Poisson batch.
+        num_steps: number of steps.
+        delta: δ.
+        training: number of training examples, public and private.
+        holdout: private examples that judge the search.
+        charted: examples at a time of a method that acts before the clip; None is all.
+    """
 
     batch_size: int
     num_steps: int
     delta: float
+    training: int = 0
+    holdout: int = 0
+    charted: int | None = None
 
 
-SETTINGS = {"emnist": Setting(2000, 480, 1e-6), "cifar10": Setting(2000, 480, 1e-5)}
+SETTINGS = {
+    "emnist": Setting(2000, 480, 1e-6, 99_845, HOLDOUT),
+    "cifar10": Setting(2000, 480, 1e-5, 50_000, HOLDOUT),
+    # Its validation text is public. The gradients of a chart are large.
+    "wikitext2": Setting(1000, 480, 1e-5, 45_358, 0, 50),
+}
 
 
 class Problem(NamedTuple):
@@ -177,25 +194,17 @@ def prepared(name: str, num_public: int, data_root: Path | None, *, synthetic: b
     if synthetic:
         data = datasets.synthetic(name, num_public=64)
     else:
-        training = {"emnist": 99_845, "cifar10": 50_000}[name]
+        setting = SETTINGS[name]
         data = datasets.prepare(
-            name, data_root, holdout=HOLDOUT, public_fraction=num_public / training
+            name, data_root, holdout=setting.holdout, public_fraction=num_public / setting.training
         )
     task, public = tasks.task(name), PublicData(data.public)
-    found = mirrordp.warm_start(
-        task.augmented_loss,
-        task.network.init(jax.random.key(0)),
-        public,
-        holdout_loss_fn=task.judging_loss,
-        optimizer=optax.adam(1e-3),
-        batch_size=64,
-        patience=20,
-        max_epochs=2 if synthetic else 200,
-        seed=0,
+    start = public_start(
+        name, task.network.init(jax.random.key(0)), public, max_epochs=2 if synthetic else 200
     )
     return Problem(
         name, task, PrivateData(data.private), public, jax.device_put(data.validation),
-        jax.device_put(data.test), found.params,
+        jax.device_put(data.test), start,
     )  # fmt: skip
 
 
@@ -239,6 +248,7 @@ def trained(
         public_loss_fn=problem.task.augmented_loss,
         public_batch_size=min(256, len(problem.public)),
         chart=parts.chart,
+        microbatch_size=None if parts.chart is None else setting.charted,
         average=mirrordp.ExponentialAverage(0.99),
     )
     runs = [

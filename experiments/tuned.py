@@ -1,10 +1,10 @@
 """`python -m experiments tuning`: settings chosen by hand, free, paid or not at all, at one ε.
 
-A small network on real tables, or the paper's networks on images, from a public start. By hand
-means as everybody does it: every candidate is trained with all of ε on four fifths of the private
-rows, the others judge without noise, and the best one is trained once more on all rows. Its ε does
-not cover the search. The others are `mirrordp.tune`, whose ε does. A finished run is a line of the
-result file at once, and is not done again.
+A small network on real tables, or the paper's networks on images or text, from a public start. By
+hand means as everybody does it: every candidate is trained with all of ε on four fifths of the
+private rows, the others judge without noise, and the best one is trained once more on all rows. Its
+ε does not cover the search. The others are `mirrordp.tune`, whose ε does. A finished run is a line
+of the result file at once, and is not done again.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import threadpoolctl
 import mirrordp
 from experiments import datasets, records, sections
 from experiments.deep import tasks
+from experiments.deep.training import public_start
 from experiments.options import at_least, existing_file
 from experiments.shift import DELTA, PACKAGES
 from experiments.table_models import TABLES, measured, split_table
@@ -43,17 +44,29 @@ METHODS = {
     "both": "`Both()`",
     "none": "no settings given",
 }
-IMAGES = {"cifar10": 1e-5, "emnist": 1e-6}
 HIDDEN, BATCH_SIZE, EPOCHS = 64, 512, 20
 LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (2.0, 8.0), (0.5, 1.0)
-# The paper's batches and clip norm, and rates around those that were found for it by hand.
-IMAGE_BATCH_SIZE, IMAGE_EPOCHS = 500, 50
-IMAGE_RATES, IMAGE_CLIP_NORMS, IMAGE_ALPHAS = (0.05, 0.1, 0.2, 0.4, 0.8), (1.0,), (0.8, 1.0)
+DEEP_CLIP_NORMS, DEEP_ALPHAS = (1.0,), (0.8, 1.0)
 PUBLIC_BATCH_SIZE, TOGETHER = 128, 8
-# Losses beyond count as this much where private rows judge.
-LARGEST_LOSS = 3.0
-
 Rows = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deep:
+    """The paper's batches on one of its data sets, and rates around those it was trained with."""
+
+    delta: float
+    batch_size: int
+    epochs: int
+    rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
+    largest_loss: float = 3.0
+
+
+DEEP = {
+    "cifar10": Deep(1e-5, 500, 50),
+    "emnist": Deep(1e-6, 500, 50),
+    "wikitext2": Deep(1e-5, 250, 20, (0.1, 0.25, 0.5, 1.0, 2.0), 8.0),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +81,7 @@ class Problem:
         space: the candidates.
         measured: `measured(params)` returns measures on test rows.
         delta: δ.
+        largest_loss: losses beyond count as this much where private rows judge.
     """
 
     loss: LossFn
@@ -77,6 +91,7 @@ class Problem:
     space: list[tuning.Settings]
     measured: Callable[[Params], dict[str, float]]
     delta: float
+    largest_loss: float = 3.0
 
 
 def rows_of(data: Any, part: str, task: str) -> Rows:
@@ -146,17 +161,11 @@ def table_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
     )  # fmt: skip
 
 
-def image_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
-    """Returns the paper's network on images, pre-trained on public ones with augmentation."""
-    prepared, task = datasets.prepare(name, folder, seed=seed), tasks.task(name)
+def deep_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
+    """Returns the paper's network on images or text, pre-trained on public ones."""
+    prepared, task, chosen = datasets.prepare(name, folder, seed=seed), tasks.task(name), DEEP[name]
     private = _some(prepared.private, most_rows, seed)
     cold = task.network.init(jax.random.key(seed))
-
-    def start(rows: mirrordp.PublicData) -> Params:
-        return mirrordp.warm_start(
-            task.augmented_loss, cold, rows, holdout_loss_fn=task.judging_loss, batch_size=64,
-            patience=20, max_epochs=200, seed=seed,
-        ).params  # fmt: skip
 
     def measures(params: Params) -> dict[str, float]:
         stacked = jax.tree.map(lambda leaf: leaf[None], params)
@@ -165,20 +174,22 @@ def image_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
         return {key: float(value[0]) for key, value in found.items()}
 
     space = tuning.grid(
-        learning_rate=IMAGE_RATES,
-        l2_clip_norm=IMAGE_CLIP_NORMS,
-        batch_size=IMAGE_BATCH_SIZE,
-        num_steps=IMAGE_EPOCHS * len(private[1]) // IMAGE_BATCH_SIZE,
-        alpha=IMAGE_ALPHAS,
+        learning_rate=chosen.rates,
+        l2_clip_norm=DEEP_CLIP_NORMS,
+        batch_size=chosen.batch_size,
+        num_steps=chosen.epochs * len(jax.tree.leaves(private)[0]) // chosen.batch_size,
+        alpha=DEEP_ALPHAS,
     )
     return Problem(
-        task.network.loss, start, private, prepared.public, space, measures, IMAGES[name]
-    )
+        task.network.loss,
+        lambda rows: public_start(name, cold, rows, seed=seed),
+        private, prepared.public, space, measures, chosen.delta, chosen.largest_loss,
+    )  # fmt: skip
 
 
 def fit(method: str, problem: Problem, epsilon: float, seed: int):
     """Returns the parameters of a trained network, and the settings."""
-    privately = tuning.PrivateScore(_minus(problem.loss), -LARGEST_LOSS, 0.0)
+    privately = tuning.PrivateScore(_minus(problem.loss), -problem.largest_loss, 0.0)
     ways = {
         "free": tuning.Free(),
         "paid": tuning.Paid(tuning.NumberOfRuns(10), privately),
@@ -312,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Computes what is missing, then writes the table; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m experiments tuning", description=__doc__)
     parser.add_argument(
-        "--tasks", nargs="+", choices=[*TABLES, *IMAGES], default=["adult", "housing"]
+        "--tasks", nargs="+", choices=[*TABLES, *DEEP], default=["adult", "housing"]
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
@@ -337,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         if not left:
             continue
-        make = table_problem if name in TABLES else image_problem
+        make = table_problem if name in TABLES else deep_problem
         problem = make(name, arguments.data_root, seed, rows)
         for epsilon, method in left:
             with threadpoolctl.threadpool_limits(1, user_api="blas"), warnings.catch_warnings():

@@ -224,6 +224,30 @@ def _digest(params: Params) -> str:
     return digest.hexdigest()[:12]
 
 
+def public_start(
+    dataset: str, cold: Params, public: mirrordp.PublicData, *, max_epochs: int = 200, seed: int = 0
+) -> Params:
+    """Pre-trains the network of a data set on public examples, as other experiments need it."""
+    task = tasks.task(dataset)
+    options: dict[str, Any] = {"batch_size": 64, "patience": 20}
+    if dataset == "wikitext2":
+        options = {
+            "batch_size": 32,
+            "patience": 8,
+            "optimizer": _pretraining("sgd", 5.0),
+            "average": mirrordp.ExponentialAverage(0.99),
+        }
+    return mirrordp.warm_start(
+        task.augmented_loss,
+        cold,
+        public,
+        holdout_loss_fn=task.judging_loss,
+        max_epochs=max_epochs,
+        seed=seed,
+        **options,
+    ).params
+
+
 @functools.cache
 def _pretraining(optimizer: str, learning_rate: float) -> optax.GradientTransformation:
     if optimizer == "adam":

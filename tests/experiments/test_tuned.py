@@ -47,9 +47,8 @@ def tiny_images(monkeypatch):
     monkeypatch.setattr(datasets, "prepare", lambda name, root, **options: prepared)
     task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
     monkeypatch.setattr(tasks, "task", lambda name: task)
-    monkeypatch.setattr(tuned, "IMAGE_RATES", (0.1, 0.2))
-    monkeypatch.setattr(tuned, "IMAGE_ALPHAS", (1.0,))
-    monkeypatch.setattr(tuned, "IMAGE_EPOCHS", 1)
+    monkeypatch.setitem(tuned.DEEP, "emnist", tuned.Deep(1e-6, 500, 1, (0.1, 0.2)))
+    monkeypatch.setattr(tuned, "DEEP_ALPHAS", (1.0,))
 
 
 def test_images_are_run_and_what_is_done_is_not_repeated(tiny_images, tmp_path, capsys):
