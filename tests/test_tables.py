@@ -27,6 +27,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
+from mirrordp.tables.encoding import by_column
 from mirrordp.tables.fitting import TableModel
 from mirrordp.tables.scorers import LinearScorer
 
@@ -845,3 +846,15 @@ def test_batches_of_wide_tables_have_fewer_rows(tmp_path, monkeypatch):
     path = tmp_path / "wide.csv"
     path.write_text("a,b,c,d,e\n" + "1,2,3,4,5\n" * 5)
     assert [len(batch) for batch in read_batches(path)] == [2, 2, 1]
+
+
+def test_many_columns_with_unfamiliar_cells_take_few_lines():
+    few = {"a": "1 of 9 numbers beyond the public range", "b": "2 of 9 cells of no category"}
+    assert by_column(few) == [f"column {name!r}: {words}" for name, words in few.items()]
+    many = {f"x{n}": f"{n} of 99 numbers beyond; 1 of 99 cells no numbers" for n in range(1, 41)}
+    lines = by_column(many)
+    assert len(lines) == 11
+    assert lines[0].startswith("column 'x40': 40 of 99 numbers beyond")
+    assert lines[-1].startswith("cells of 30 more columns likewise: 'x30' 31, 'x29' 30, ")
+    # Every column is counted somewhere.
+    assert all(f"{name!r}" in " ".join(lines) for name in many)

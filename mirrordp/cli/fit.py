@@ -193,6 +193,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.files import HAS_LOCKS
     from mirrordp.tables import fitting
+    from mirrordp.tables.encoding import by_column
     from mirrordp.training.checkpoint import Checkpoint
 
     began = time.perf_counter()
@@ -240,8 +241,8 @@ def _run(arguments: argparse.Namespace) -> int:
             _remove_secrets(arguments, run_folder)
     _print_fitted(arguments, fitted, time.perf_counter() - began)
     # On standard error, since what is printed may be passed on.
-    for name, words in fitted.unprotected_cells.items():
-        print(f"mirrordp: {UNPROTECTED} column {name!r}: {words}.", file=sys.stderr)
+    for words in by_column(fitted.unprotected_cells):
+        print(f"mirrordp: {UNPROTECTED} {words}.", file=sys.stderr)
     for name, measured in (fitted.unprotected_ceiling or {}).items():
         scores = (f"{k} {_with_interval(v._asdict())}" for k, v in measured.items())
         line = f"{UNPROTECTED} {name} without protection: {', '.join(scores)}."

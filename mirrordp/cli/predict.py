@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from mirrordp.tables import fitting
+    from mirrordp.tables.encoding import by_column
 
     with library_errors(), interruptible("Nothing was written; run the command again."):
         model = fitting.TableModel.load(arguments.model)
@@ -55,6 +56,6 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"Wrote {predicted.num_rows} predictions to {arguments.output}")
-        for name, words in predicted.unfamiliar.items():
-            print(f"Column {name!r}: {words}.")
+        for words in by_column(predicted.unfamiliar):
+            print(f"{words[0].upper()}{words[1:]}.")
     return 0

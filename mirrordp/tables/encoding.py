@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -267,6 +268,22 @@ def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:
             f"{table.source!r} as in the public table, got columns "
             f"{listed(list(table.columns))}; add what is missing."
         )
+
+
+def by_column(unfamiliar: Mapping[str, str], most: int = 10) -> list[str]:
+    """Returns a line for each of the columns with the most such cells, and counts of the others."""
+
+    def count(name: str) -> int:
+        return sum(int(number) for number in re.findall(r"(\d+) of \d+", unfamiliar[name]))
+
+    names = list(unfamiliar)
+    if len(names) > most + 1:
+        names = sorted(names, key=count, reverse=True)
+        others = ", ".join(f"{name!r} {count(name)}" for name in names[most:])
+        rest = [f"cells of {len(names) - most} more columns likewise: {others}"]
+    else:
+        most, rest = len(names), []
+    return [f"column {name!r}: {unfamiliar[name]}" for name in names[:most]] + rest
 
 
 def _unfamiliar(column: Column, tally: Tally) -> str:

@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
 from mirrordp.tables.columns import Tally
-from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.encoding import FeatureEncoding, by_column
 from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.learning import learn_features
 
@@ -45,7 +45,7 @@ def encode_and_count(
 def mention(unfamiliar: dict[str, str], *, private: bool) -> None:
     """Warns of cells that were clamped, unknown or left out, column by column."""
     if unfamiliar:
-        words = "; ".join(f"column {name!r}: {found}" for name, found in unfamiliar.items())
+        words = "; ".join(by_column(unfamiliar))
         start, category = (f"{UNPROTECTED} ", UnprotectedWarning) if private else ("", UserWarning)
         warn(f"{start}{words}.", category)
 
