@@ -122,7 +122,8 @@ def add(commands: Any) -> None:
         default="auto",
         metavar=f"{{{','.join(_MODELS)}}}",
         help="linear, values of cells of columns and pairs of columns, or a small network "
-        "(default: auto, which rehearses all three on public rows, or is linear if these are few)",
+        "(default: auto, which rehearses all three on public rows, or is linear if these are few, "
+        "or if one of --method, --learning-rate and --guard is given)",
     )
     parser.add_argument(
         "--method",
