@@ -848,13 +848,17 @@ def test_batches_of_wide_tables_have_fewer_rows(tmp_path, monkeypatch):
     assert [len(batch) for batch in read_batches(path)] == [2, 2, 1]
 
 
-def test_many_columns_with_unfamiliar_cells_take_few_lines():
-    few = {"a": "1 of 9 numbers beyond the public range", "b": "2 of 9 cells of no category"}
+def test_many_columns_with_clamped_numbers_take_few_lines():
+    few = {"a": "1 of 9 numbers beyond, moved to its ends", "b": "2 of 9 cells of no category"}
     assert by_column(few) == [f"column {name!r}: {words}" for name, words in few.items()]
-    many = {f"x{n}": f"{n} of 99 numbers beyond; 1 of 99 cells no numbers" for n in range(1, 41)}
-    lines = by_column(many)
-    assert len(lines) == 11
-    assert lines[0].startswith("column 'x40': 40 of 99 numbers beyond")
-    assert lines[-1].startswith("cells of 30 more columns likewise: 'x30' 31, 'x29' 30, ")
-    # Every column is counted somewhere.
-    assert all(f"{name!r}" in " ".join(lines) for name in many)
+    clamped = {f"x{n}": f"{n} of 99 numbers beyond, moved to its ends" for n in range(1, 41)}
+    others = {"c": "1 of 99 cells of no category", "y": "3 of 99 rows without a usable target"}
+    others["z"] = "1 of 99 cells no numbers, left out; 9 of 99 numbers beyond, moved to its ends"
+    lines = by_column(clamped | others)
+    # Only clamped numbers lose their words, and no column its count.
+    assert [line for line in lines if "column 'x" not in line][:-1] == [
+        f"column {name!r}: {words}" for name, words in others.items()
+    ]
+    assert sum(line.startswith("column 'x") for line in lines) == 10
+    assert lines[-1].startswith("30 more columns with numbers beyond the public range: 'x30' 30, ")
+    assert all(f"{name!r}" in " ".join(lines) for name in clamped | others)

@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -271,27 +270,34 @@ def require_columns(table: Table, needed: Sequence[str], private: bool) -> None:
 
 
 def by_column(unfamiliar: Mapping[str, str], most: int = 10) -> list[str]:
-    """Returns a line for each of the columns with the most such cells, and counts of the others."""
+    """Returns a line for each column; of many with numbers beyond the range alone, one in the end.
+
+    That line has the counts of all but the `most` columns with the most such numbers.
+    """
 
     def count(name: str) -> int:
-        return sum(int(number) for number in re.findall(r"(\d+) of \d+", unfamiliar[name]))
+        return int(unfamiliar[name].split(" ", 1)[0])
 
-    names = list(unfamiliar)
-    if len(names) > most + 1:
-        names = sorted(names, key=count, reverse=True)
-        others = ", ".join(f"{name!r} {count(name)}" for name in names[most:])
-        rest = [f"cells of {len(names) - most} more columns likewise: {others}"]
-    else:
-        most, rest = len(names), []
-    return [f"column {name!r}: {unfamiliar[name]}" for name in names[:most]] + rest
+    clamped = [
+        name for name, words in unfamiliar.items() if words.endswith(_CLAMPED) and ";" not in words
+    ]
+    short = sorted(clamped, key=count, reverse=True)[most:] if len(clamped) > most + 1 else []
+    lines = [f"column {name!r}: {unfamiliar[name]}" for name in unfamiliar if name not in short]
+    if short:
+        counts = ", ".join(f"{name!r} {count(name)}" for name in short)
+        lines.append(f"{len(short)} more columns with numbers beyond the public range: {counts}")
+    return lines
+
+
+_CLAMPED = "moved to its ends"
 
 
 def _unfamiliar(column: Column, tally: Tally) -> str:
     share = f"{tally.unfamiliar} of {tally.filled}"
     if isinstance(column, NumberColumn):
         return (
-            f"{share} numbers beyond the public range of {column.low:g} to {column.high:g}, moved "
-            "to its ends"
+            f"{share} numbers beyond the public range of {column.low:g} to {column.high:g}, "
+            f"{_CLAMPED}"
         )
     if isinstance(column, DateColumn):
         first, last = (
