@@ -229,6 +229,7 @@ def run_private(
             "unit": found.unit,
             "tuning_charged": False,
         },
+        "before": evaluate(network, params, judges),
         "final": judged(shown),
         "seen": seen,
         "curve": curve,

@@ -12,7 +12,7 @@ import optax
 
 from experiments.record import augmentation, pretraining
 from experiments.record.data import Examples
-from experiments.record.network import WideResNet
+from experiments.record.network import WideResNet, with_kernel_rms
 from experiments.record.settings import PrivateSettings, PublicSettings
 from mirrordp import (
     ExponentialAverage,
@@ -75,9 +75,14 @@ def loss_of_mixed(network: WideResNet, settings: PublicSettings, public: Example
     return loss
 
 
-def learning_rates(settings: PrivateSettings) -> optax.Schedule:
-    """Returns a schedule that rises from zero in `warm_up` steps and then follows `rate`."""
+def learning_rates(settings: PrivateSettings) -> optax.Schedule | float:
+    """Returns a schedule that rises from zero in `warm_up` steps and then follows `rate`.
+
+    A rate that stays the same is a number: as a part of the state, it needs no program of its own.
+    """
     peak, rest = settings.learning_rate, max(1, settings.steps - settings.warm_up)
+    if settings.rate == "constant" and not settings.warm_up:
+        return peak
     match settings.rate:
         case "constant":
             after = optax.constant_schedule(peak)
@@ -127,6 +132,8 @@ def train_privately(
     Raises:
         TimeoutError: the deadline has passed.
     """
+    if settings.kernel_rms:
+        start = with_kernel_rms(start, settings.kernel_rms)
     mixes = settings.alpha < 1
     decays = (settings.average_decay, *settings.other_decays)
     averages = {f"average {decay:g}": ExponentialAverage(decay) for decay in decays}
@@ -135,7 +142,9 @@ def train_privately(
         public_loss = loss_of_mixed(network, public_settings, public)
     else:
         public_loss = loss_of_views(network, 1, settings.cutout)
-    optimizer = optax.sgd(learning_rates(settings), momentum=settings.momentum or None)
+    optimizer = optax.inject_hyperparams(optax.sgd)(
+        learning_rate=learning_rates(settings), momentum=settings.momentum or None
+    )
     chart = None
     if settings.geometry != "none":
         curvature = KroneckerMap.from_public(

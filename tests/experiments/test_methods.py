@@ -13,10 +13,9 @@ from experiments.methods import METHODS, Setting
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(methods, "SETTINGS", {"emnist": Setting(32, 3, 1e-6)})
+    setting = Setting(32, 3, 1e-6, clips=(1.0,), many_clips=(1.0,))
+    monkeypatch.setattr(methods, "SETTINGS", {"emnist": setting})
     monkeypatch.setattr(methods, "RATES", (0.1, 0.5))
-    monkeypatch.setattr(methods, "CLIPS", (1.0,))
-    monkeypatch.setattr(methods, "MANY_CLIPS", (1.0,))
     task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
     monkeypatch.setattr(tasks, "task", lambda name: task)
     short = {
@@ -48,9 +47,9 @@ def test_every_method_makes_its_parts():
             assert isinstance(METHODS[name].parts(problem, value), methods.Parts)
 
 
-def test_every_method_has_the_same_number_of_trials():
-    assert {len(method.choices) for method in METHODS.values()} == {6}
-    assert {len({*method.choices}) for method in METHODS.values()} == {6}
+@pytest.mark.parametrize("data", methods.SETTINGS)
+def test_every_method_has_the_same_number_of_trials(data):
+    assert {len({*method.choices(data)}) for method in METHODS.values()} == {6}
 
 
 def finals(accuracies, **other):
@@ -69,7 +68,8 @@ def finals(accuracies, **other):
 def searched(method, best, epsilon=2.0):
     """All runs of a search, of which `best` has the least loss."""
     shared = {"data": "emnist", "method": method, "epsilon": epsilon, "kind": "search"}
-    settings = [(*choice, rate) for choice in METHODS[method].choices for rate in methods.RATES]
+    choices = METHODS[method].choices("emnist")
+    settings = [(*choice, rate) for choice in choices for rate in methods.RATES]
     return [
         shared
         | {"clip_norm": c, "value": v, "rate": r, "validation_loss": float((c, v, r) != best)}
