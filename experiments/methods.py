@@ -89,7 +89,8 @@ class Setting:
 
 SETTINGS = {
     "emnist": Setting(
-        2000, 480, 1e-6, 99_845, HOLDOUT, clips=(2.0, 6.0), many_clips=(0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+        2000, 480, 1e-6, 99_845, HOLDOUT,
+        clips=(2.0, 6.0), many_clips=(0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
     ),
     "cifar10": Setting(2000, 480, 1e-5, 50_000, HOLDOUT),
     # Its validation text is public. The gradients of a chart are large. 1,815 sequences are 4%.

@@ -7,7 +7,6 @@ convolution.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from mirrordp.types import Params
 
 GROUPS = 16
 STEM = 16
-SMALLEST_SQUARES = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,36 +112,7 @@ def standardised(layer: Params) -> jax.Array:
     kernel = layer["kernel"]
     centred = kernel - kernel.mean((0, 1, 2))
     squares = (centred**2).sum((0, 1, 2))
-    return centred * layer["gain"] * lax.rsqrt(jnp.maximum(squares, SMALLEST_SQUARES))
-
-
-def with_kernel_rms(params: Params, rms: float) -> Params:
-    """Returns the same network with kernels whose numbers have the root mean square `rms`.
-
-    A standardised kernel may have any length, but noise of one size turns a short one further. The
-    lengths that public training leaves differ by a factor of three; here none is short.
-    """
-
-    def rescaled(layer: Params) -> Params:
-        kernel = layer["kernel"]
-        centred = kernel - kernel.mean((0, 1, 2))
-        lengths = jnp.sqrt((centred**2).sum((0, 1, 2)))
-        wanted = rms * math.sqrt(math.prod(kernel.shape[:3]))
-        if wanted**2 < SMALLEST_SQUARES:
-            raise ValueError(f"kernel_rms must be larger, got {rms:g}.")
-        # Of a kernel below the smallest length, `standardised` has only a part of the gain.
-        share = jnp.minimum(1.0, lengths / math.sqrt(SMALLEST_SQUARES))
-        kernel = centred * (wanted / jnp.maximum(lengths, 1e-30))
-        return layer | {"kernel": kernel, "gain": layer["gain"] * share}
-
-    def visit(part: Any) -> Any:
-        if isinstance(part, dict) and {"kernel", "gain"} <= part.keys():
-            return rescaled(part)
-        if isinstance(part, dict):
-            return {name: visit(own) for name, own in part.items()}
-        return [visit(own) for own in part] if isinstance(part, list) else part
-
-    return visit(params)
+    return centred * layer["gain"] * lax.rsqrt(jnp.maximum(squares, 1e-4))
 
 
 def _conv(x: jax.Array, layer: Params, stride: int) -> jax.Array:

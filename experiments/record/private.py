@@ -12,7 +12,7 @@ import optax
 
 from experiments.record import augmentation, pretraining
 from experiments.record.data import Examples
-from experiments.record.network import WideResNet, with_kernel_rms
+from experiments.record.network import WideResNet
 from experiments.record.settings import PrivateSettings, PublicSettings
 from mirrordp import (
     ExponentialAverage,
@@ -132,8 +132,6 @@ def train_privately(
     Raises:
         TimeoutError: the deadline has passed.
     """
-    if settings.kernel_rms:
-        start = with_kernel_rms(start, settings.kernel_rms)
     mixes = settings.alpha < 1
     decays = (settings.average_decay, *settings.other_decays)
     averages = {f"average {decay:g}": ExponentialAverage(decay) for decay in decays}

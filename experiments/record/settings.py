@@ -83,7 +83,6 @@ class PrivateSettings:
             after the noise (`mirror`), or shape gradients before the clip too (`chart`).
         damping: of that curvature.
         largest_side: of sides of kernels with more rows or columns, the curvature is diagonal.
-        kernel_rms: kernels are rescaled to this root mean square first; 0 leaves them as they are.
         cutout: side of the square that is set to zero in each view, 0 for none.
         average_decay: of the exponential average of the iterates that is the result.
         other_decays: further averages to look at in a search.
@@ -107,7 +106,6 @@ class PrivateSettings:
     geometry: str = "none"
     damping: float = 1.0
     largest_side: int = 1024
-    kernel_rms: float = 0.0
     cutout: int = 0
     average_decay: float = 0.99
     other_decays: tuple[float, ...] = ()
@@ -145,7 +143,7 @@ class RecordSettings:
                 check(value > 0, f"{name} must be positive, got {value}.")
         for table, names in (
             (public, "steps stop weight_decay cutout colours warp sharpness"),
-            (private, "warm_up cutout kernel_rms"),
+            (private, "warm_up cutout"),
         ):
             for name in names.split():
                 value = getattr(table, name)
@@ -179,9 +177,8 @@ class RecordSettings:
         # Lines that were written before these settings existed keep their identity.
         if self.private.geometry == "none":
             del private["geometry"], private["damping"], private["largest_side"]
-        for name in ("public_mix", "kernel_rms"):
-            if not private[name]:
-                del private[name]
+        if not self.private.public_mix:
+            del private["public_mix"]
         return {"network": dataclasses.asdict(self.network), "private": private}
 
 

@@ -41,8 +41,6 @@ from mirrordp.privacy.clipping import with_key
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.types import LossFn, Params, PyTree
 
-_ROWS_AT_A_TIME = 32
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -284,13 +282,10 @@ def _public_factors(loss_fn, trainable, shapes, largest_side, params, arrays, ke
         lambda shape: jnp.zeros(shape.shape, shape.dtype),
         jax.eval_shape(of_row, jax.tree.map(lambda leaf: leaf[0], (arrays, keys))),
     )
-    size = min(_ROWS_AT_A_TIME, rows)
-    index = np.arange(-(-rows // size) * size).reshape(-1, size)
 
-    def add(total, numbers):
-        own = jax.tree.map(lambda leaf: leaf[jnp.minimum(numbers, rows - 1)], (arrays, keys))
-        found = jax.vmap(of_row)(own)
-        counts = (numbers < rows).astype(jnp.float32)
-        return jax.tree.map(lambda t, f: t + jnp.tensordot(counts, f, 1) / rows, total, found), None
+    # One row after the other: the kernel gradients of many at once are grouped convolutions, which
+    # take a hundred times as long on some machines.
+    def add(total, row):
+        return jax.tree.map(lambda t, f: t + f / rows, total, of_row(row)), None
 
-    return jax.lax.scan(add, zero, index)[0]
+    return jax.lax.scan(add, zero, (arrays, keys))[0]

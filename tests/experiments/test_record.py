@@ -16,7 +16,7 @@ import mirrordp
 from experiments import __main__ as dispatcher, datasets, records
 from experiments.datasets import images as files
 from experiments.record import augmentation, command, data, pretraining, private
-from experiments.record.network import WideResNet, num_parameters, standardised, with_kernel_rms
+from experiments.record.network import WideResNet, num_parameters, standardised
 from experiments.record.settings import (
     CONFIGS,
     PrivateSettings,
@@ -69,24 +69,6 @@ def test_standardised_kernels_have_mean_zero_and_the_length_of_their_gain():
     np.testing.assert_allclose(jnp.sqrt((found**2).sum((0, 1, 2))), gain, rtol=1e-5)
     again = standardised({"kernel": 7 * kernel, "gain": gain})
     np.testing.assert_allclose(found, again, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-3, 0.0], ids=["usual", "short", "zero"])
-def test_kernels_of_another_length_are_the_same_network(size):
-    params = SMALL.init(jax.random.key(0))
-    params["out"]["kernel"] += 1.0
-    kernel = params["blocks"][1]["conv2"]["kernel"]
-    params["blocks"][1]["conv2"]["kernel"] = size * kernel + 0.3
-    found = with_kernel_rms(params, 0.02)
-    images = jax.random.normal(jax.random.key(1), (4, 32, 32, 3))
-    expected = SMALL.predict(params, images)
-    np.testing.assert_allclose(SMALL.predict(found, images), expected, rtol=1e-4, atol=1e-4)
-    for layer in (found["stem"], found["blocks"][1]["conv2"]):
-        rms = jnp.sqrt((layer["kernel"] ** 2).mean((0, 1, 2)))
-        if size:
-            np.testing.assert_allclose(rms, 0.02, rtol=1e-4)
-    with pytest.raises(ValueError, match="larger"):
-        with_kernel_rms(params, 1e-4)
 
 
 def test_network_does_not_mix_examples():
