@@ -209,7 +209,7 @@ class TestEstimators:
             PrivateLinearRegression().fit(x, y, x[["colour"]].assign(colour="red")[:20], y[:20])
 
 
-ODD = ("text", None, True, 7, 0.1, datetime.datetime(2024, 2, 1), datetime.date(2024, 2, 1))
+ODD = ("text", None, True, 7, 0.1, -0.0, datetime.datetime(2024, 2, 1), datetime.date(2024, 2, 1))
 
 
 @pytest.mark.parametrize("column", ["size", "colour", "member", "when"])

@@ -27,6 +27,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
+from mirrordp.tables.columns import positions
 from mirrordp.tables.encoding import by_column
 from mirrordp.tables.fitting import TableModel
 from mirrordp.tables.scorers import LinearScorer
@@ -576,6 +577,48 @@ def test_an_odd_cell_changes_no_other_row(tmp_path, odd, categorical):
         usual, changed = (getattr(table, name)[others] for table in found)
         assert usual.dtype == changed.dtype
         assert usual.tobytes() == changed.tobytes()
+
+
+@pytest.mark.parametrize("count", [15, 300, 3000])
+def test_a_negative_zero_does_not_name_the_other_zeros(count):
+    """NumPy takes -0.0 and 0.0 for one number, and keeps whichever comes first after sorting."""
+    rng = np.random.default_rng(0)
+    codes = {"c": tuple("012" * 20), "y": tuple("01" * 30)}
+    learned = learn_encoding(
+        Table("public", codes), target="y", task="classification", categorical=["c"]
+    ).encoding
+    usual = {"c": rng.integers(0, 3, count).astype(float), "y": rng.integers(0, 2, count) * 1.0}
+    expected = learned.encode([Table("private", usual)], private=True)
+    for place in {0, 1, count // 2, count - 1, *np.flatnonzero(usual["c"] == 0)[:20].tolist()}:
+        odd = {name: cells.copy() for name, cells in usual.items()}
+        odd["c"][place] = odd["y"][place] = -0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            found = learned.encode([Table("private", odd)], private=True)
+        others = np.arange(count) != place
+        for name in ("features", "target", "unusable"):
+            np.testing.assert_array_equal(
+                getattr(found, name)[others], getattr(expected, name)[others]
+            )
+        # It is a zero itself, too.
+        assert not found.unusable[place]
+        assert found.target[place] == 0
+        assert found.features[place].any()
+
+
+@pytest.mark.parametrize("text", ["-0", "-0.0", "-0e5"])
+def test_text_of_a_negative_zero_is_zero(text):
+    assert positions(["0", "1"], [text]) == [0]
+
+
+def test_one_long_cell_is_no_reason_to_refuse(tmp_path):
+    long = "x" * 9_000_000
+    for written in (long, f'"{long}"'):
+        path = tmp_path / "long.csv"
+        path.write_text("a,b\n1,2\n" + f"3,{written}\n5,6\n" + "7,8\n" * 20_000)
+        found = read_table(path)
+        assert tuple(found.columns["a"])[:4] == ("1", "3", "5", "7")
+        assert len(tuple(found.columns["b"])[1]) == len(long)
 
 
 @pytest.mark.parametrize("digits", [0, 4, 14, 26])

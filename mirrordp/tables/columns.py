@@ -105,7 +105,9 @@ def distinct_texts(cells: Cells) -> tuple[list[str], np.ndarray]:
         times, which = np.unique(cells, return_inverse=True)
         return ["" if time is None else time.isoformat() for time in times.tolist()], which
     if isinstance(cells, np.ndarray):
-        values, which = np.unique(np.where(np.isfinite(cells), cells, np.nan), return_inverse=True)
+        # Zero is added because -0.0 and 0.0 are equal, and one of them would name the others too.
+        known = np.where(np.isfinite(cells), cells + 0.0, np.nan)
+        values, which = np.unique(known, return_inverse=True)
         return ["" if math.isnan(v) else number_text(v) for v in values.tolist()], which
     if isinstance(cells, PackedText):
         distinct, which = cells.distinct()
@@ -125,8 +127,8 @@ def _is_infinite(cell: str) -> bool:
 
 
 def number_text(value: float) -> str:
-    """Returns a number as the name of a category or class, 1 for 1.0."""
-    return format(value, ".15g")
+    """Returns a number as the name of a category or class, 1 for 1.0 and 0 for -0.0."""
+    return format(value + 0.0, ".15g")
 
 
 def count_texts(cells: Cells) -> collections.Counter[str]:

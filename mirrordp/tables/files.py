@@ -190,6 +190,8 @@ def _csv_columns(
 
 def _reader(lines: "_Lines", delimiter: str) -> Iterator[list[str]]:
     """Yields rows, and takes no line before it is needed."""
+    # One long cell of a private row must not end the run. Python has one limit for all readers.
+    csv.field_size_limit(max(csv.field_size_limit(), packed.LONGEST_CELL))
     return csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
 
 

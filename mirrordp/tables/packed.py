@@ -7,13 +7,15 @@ the result.
 """
 
 import codecs
-import csv
 import functools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
+
+LONGEST_CELL = 2**26
+"""Longer cells of a CSV file are an error; a quote that is never closed makes one of the rest."""
 
 
 class PackedText(Sequence[str]):
@@ -167,14 +169,14 @@ def parse_plain(piece: bytes, delimiter: str, width: int) -> list[PackedText] | 
     columns = [column.combine_chunks() for column in table.columns]
     if has_spaces:
         columns = [compute.ascii_ltrim(column, characters=" ") for column in columns]
-    if any(_longest(column) > csv.field_size_limit() for column in columns):
+    if any(_longest(column) > LONGEST_CELL for column in columns):
         return None
     return [PackedText(column) for column in columns]
 
 
 def _longest(column: Any) -> int:
     """Returns an upper bound of the number of characters in a cell."""
-    if column.nbytes <= csv.field_size_limit():
+    if column.nbytes <= LONGEST_CELL:
         return column.nbytes
     return _compute().max(_compute().binary_length(column)).as_py() or 0
 
