@@ -1,13 +1,14 @@
 """What acts before the clip, beside a plain step: `python -m benchmarks.charts [--network NAME]`.
 
 Milliseconds per whole step (clipped sum, noise, optimiser; public gradient where a method needs
-one) on the paper's networks with random rows, and the ratio to the first of the methods. Rounds of
-all methods alternate, after each was compiled, which takes minutes for CIFAR-10: `--methods` picks
-some.
+one) with random rows, and the ratio to the first of the methods. Networks are the paper's and
+wrn-16-4, that of `experiments record`. Rounds of all methods alternate, after each was compiled,
+which takes minutes for CIFAR-10: `--methods` picks some.
 """
 
 import argparse
 import dataclasses
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 from benchmarks.clipping import write_json
 from benchmarks.timing import Contender, measure
 from benchmarks.training import problem
+from experiments.record.network import WideResNet
 from mirrordp import Mechanism, PoissonSampling, PublicData, TrainStep, updates
 from mirrordp.mirror import KroneckerMap, SubspaceMap
 
@@ -39,8 +41,23 @@ METHODS = (
 )  # fmt: skip
 
 
+def network_and_rows(name: str, rows: int):
+    """Makes a network, with `init` and `loss`, and rows of the right shape."""
+    if name != "wrn-16-4":
+        return problem(name, rows)
+    net = WideResNet(16, 4, dtype="bfloat16")
+
+    def loss(params, row):
+        image, label = row
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.predict(params, image[None])[0], label
+        )
+
+    return types.SimpleNamespace(init=net.init, loss=loss), problem("cifar10", rows)[1]
+
+
 def contenders(network: str, batch_size: int, rank: int, wanted: Sequence[str]) -> list[Contender]:
-    net, arrays = problem(network, batch_size + NUM_PUBLIC)
+    net, arrays = network_and_rows(network, batch_size + NUM_PUBLIC)
     params = net.init(jax.random.key(1))
     rows = jax.device_put(jax.tree.map(lambda leaf: leaf[:batch_size], arrays))
     known = jax.tree.map(lambda leaf: leaf[batch_size:], arrays)
@@ -49,23 +66,30 @@ def contenders(network: str, batch_size: int, rank: int, wanted: Sequence[str]) 
         sampling=PoissonSampling.for_batch_size(batch_size, num_examples=100 * batch_size),
         l2_clip_norm=1.0, noise_multiplier=1.0, num_steps=10,
     )  # fmt: skip
-    gradients = jax.vmap(lambda row: ravel_pytree(jax.grad(net.loss)(params, row))[0])(known)
-    curvature = KroneckerMap.from_public(net.loss, params, public)
-    subspace = SubspaceMap.from_directions(np.asarray(gradients), rank)
     sgd = optax.sgd(0.1)
+
+    # Made when they are wanted, since both take long for large networks.
+    def curvature() -> KroneckerMap:
+        return KroneckerMap.from_public(net.loss, params, public)
+
+    def subspace() -> SubspaceMap:
+        flat = jax.vmap(lambda row: ravel_pytree(jax.grad(net.loss)(params, row))[0])
+        return SubspaceMap.from_directions(np.asarray(flat(known)), rank)
+
     made = [
-        (sgd, None),
-        (updates.mix_public_gradient(0.9), None),
-        (updates.mirror_descent(curvature, 0.1), None),
-        (sgd, updates.recentred()),
-        (sgd, updates.scaled_by_public_gradients()),
-        (sgd, updates.kronecker(curvature)),
-        (sgd, updates.embedded(subspace)),
+        lambda: (sgd, None),
+        lambda: (updates.mix_public_gradient(0.9), None),
+        lambda: (updates.mirror_descent(curvature(), 0.1), None),
+        lambda: (sgd, updates.recentred()),
+        lambda: (sgd, updates.scaled_by_public_gradients()),
+        lambda: (sgd, updates.kronecker(curvature())),
+        lambda: (sgd, updates.embedded(subspace())),
     ]
     found = []
-    for name, (optimizer, chart) in zip(METHODS, made, strict=True):
+    for name, make in zip(METHODS, made, strict=True):
         if name not in wanted:
             continue
+        optimizer, chart = make()
         step = TrainStep(net.loss, mechanism, optimizer, chart=chart)
         reads_public = step.prepares or name.endswith("public gradient")
         given = jax.device_put(known) if reads_public else None
