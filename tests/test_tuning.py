@@ -5,6 +5,7 @@ import io
 import math
 import sys
 import traceback
+import types
 import warnings
 
 import jax
@@ -111,7 +112,7 @@ class TestPrivateScore:
         assert event == accounting.full_batch_event(8.0, num_steps=1)
 
     def test_one_row_moves_it_by_no_more_than_half_the_interval(self):
-        """However large, and NaN counts as the middle, which is what a blank row is."""
+        """However large; and NaN, as of a model that diverged, counts as the lowest score."""
         quiet = dataclasses.replace(self.SCORE, noise_multiplier=1e-6)
         rows = np.array(PRIVATE.arrays)
         rows[0, 0] = 1e9
@@ -123,8 +124,13 @@ class TestPrivateScore:
         nan_for_first = tuning.PrivateScore(
             lambda params, row: jnp.where(row[0] < -1e8, jnp.nan, row[0]), -1.0, 2.0, 1e-6
         )
-        blank = self.released(1, PrivateData(rows), nan_for_first)[0]
-        assert blank == pytest.approx((high + low) / 2, abs=1e-4)
+        assert self.released(1, PrivateData(rows), nan_for_first)[0] == pytest.approx(low, abs=1e-4)
+
+    @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf, jnp.inf, -1e38])
+    def test_a_model_that_diverged_is_not_in_the_middle(self, value):
+        score = tuning.PrivateScore(lambda params, row: row[0] * 0 + value, -1.0, 2.0, 1e-6)
+        expected = 2.0 if value == jnp.inf else -1.0
+        assert self.released(1, PRIVATE, score)[0] == pytest.approx(expected, abs=1e-4)
 
     def test_rows_on_disk_are_judged_as_in_memory(self, tmp_path):
         class Source:
@@ -305,6 +311,21 @@ class TestPaid:
         np.testing.assert_allclose(found.params, models[best], rtol=1e-4)
         assert found.settings == trials[best].settings
         assert found.score == pytest.approx(scores[best], rel=1e-4)
+
+    def test_losing_runs_do_not_decide_a_tie(self, monkeypatch):
+        """Of equal scores the first wins: of two kinds, always the same one must come first."""
+        monkeypatch.setattr(NumberOfRuns, "draw", lambda self, rng: 6)
+        kinds = tuple(
+            dataclasses.replace(SPACE[0], l2_clip_norm=norm, learning_rate=rate)
+            for norm in (2.0, 1.0, 3.0)
+            for rate in (0.1, 0.2)
+        )
+        search = types.SimpleNamespace(way=PAID, candidates=kinds)
+        for entropy in range(20):
+            found = search_module._Search.drawn(search, entropy)  # pyright: ignore[reportArgumentType]
+            norms = [trial.settings.l2_clip_norm for trial in found]
+            assert norms == sorted(norms, key=(2.0, 1.0, 3.0).index)
+            assert len(found) == 6
 
     @pytest.mark.parametrize("score", [tuning.PublicScore(), TestPrivateScore.SCORE])
     def test_is_charged_once_and_before_anything_is_computed(self, score, monkeypatch):

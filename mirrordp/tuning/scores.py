@@ -72,7 +72,7 @@ class PrivateScore:
     Args:
         score_fn: `score_fn(params, example) -> number`, larger is better, such as 1.0 where the
             prediction is right.
-        low: the smallest score that counts; smaller ones are raised to it.
+        low: the smallest score that counts; smaller ones, and NaN, are raised to it.
         high: the largest score that counts.
         noise_multiplier: σ, relative to (high − low)/2, the most that a row contributes.
     """
@@ -138,10 +138,13 @@ def _noisy_mean(mechanism: Mechanism, total: Any, key: jax.Array) -> Any:
 _ONLY_SCORE = {"score": True, "model": False}
 
 
-def _times_score(score_fn: ScoreFn, middle: float) -> LossFn:
+def _times_score(score_fn: ScoreFn, middle: float, half_width: float) -> LossFn:
     def times_score(params: Params, example: Any) -> jax.Array:
         score = jnp.asarray(score_fn(params["model"], example), jnp.float32)
-        return params["score"] * (score - middle)
+        # The clip bounds the length of what follows anyway, but it counts NaN and infinity as
+        # nothing, which is the middle: a model that diverged would be neither good nor bad.
+        score = jnp.where(jnp.isnan(score), -jnp.inf, score)
+        return params["score"] * jnp.clip(score - middle, -half_width, half_width)
 
     return times_score
 
@@ -155,7 +158,9 @@ def _score_sums(score_fn: ScoreFn, middle: float, half_width: float):
     """
 
     clipped = clipped_grad(
-        _times_score(score_fn, middle), l2_clip_norm=half_width, trainable=_ONLY_SCORE
+        _times_score(score_fn, middle, half_width),
+        l2_clip_norm=half_width,
+        trainable=_ONLY_SCORE,
     )
     return jax.jit(lambda *args: clipped.exact_sum(*args).total)
 
@@ -186,7 +191,7 @@ def check_score(score_fn: ScoreFn, params: Params, rows: PrivateData | PublicDat
     check_loss("score_fn", number, params, rows.arrays)
     if isinstance(rows, PrivateData):
         model = {"score": jnp.zeros([]), "model": params}
-        times_score, row = _times_score(score_fn, 0.0), example_of(rows.arrays)
+        times_score, row = _times_score(score_fn, 0.0, 1.0), example_of(rows.arrays)
         traced = value_and_grad_program(times_score, model, _ONLY_SCORE, row, example_key())
         _isolation.check("the score function", traced)
 

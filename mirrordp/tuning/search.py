@@ -70,6 +70,7 @@ from mirrordp.tuning.trials import (
     Start,
     Trial,
     batched,
+    kind_of,
     model_of,
     trained,
 )
@@ -425,7 +426,10 @@ class _Search:
         alone: how many are done says which, however many are trained at a time.
 
         Every run draws its settings from the same list and has randomness of its own, so that runs
-        are independent and alike, as the theorem has it.
+        are independent and alike, as the theorem has it. It also wants outcomes to be ordered, and
+        of equal scores the first one wins. Kinds therefore follow each other as the candidates do:
+        in the order in which they were drawn, runs that lost would decide between two that did not.
+        Runs of one kind stay in the order of their draws, which says nothing about them.
         """
         number, rest = _children(entropy, 2)
         count = self.way.runs.draw(np.random.default_rng(number))
@@ -434,7 +438,8 @@ class _Search:
             chosen, seed = child.spawn(2)
             place = int(np.random.default_rng(chosen).integers(len(self.candidates)))
             trials.append(Trial(self.candidates[place], _integer(seed)))
-        return [trials[number] for group in batched(trials, count) for number in group]
+        kinds = list(dict.fromkeys(map(kind_of, self.candidates)))
+        return sorted(trials, key=lambda trial: kinds.index(kind_of(trial.settings)))
 
     def scored(self, trials: Sequence[Trial]) -> Iterator[tuple[float, Params]]:
         """Trains and scores runs of one kind; yields their scores and models in order."""

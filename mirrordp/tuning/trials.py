@@ -126,13 +126,17 @@ class Trial(NamedTuple):
         return SweepRun(alpha=self.settings.alpha, hyperparams=hyperparams, seed=self.seed)
 
 
+def kind_of(settings: Settings) -> tuple:
+    """Returns what a compiled program is made for; runs of one kind can be trained together."""
+    kind = (settings.batch_size, settings.num_steps, settings.l2_clip_norm)
+    return (*kind, settings.charged_steps)
+
+
 def batched(trials: Sequence[Trial], most: int) -> list[list[int]]:
     """Returns the numbers of trials that run together, at most so many at a time."""
     groups: dict[tuple, list[int]] = {}
     for number, (settings, _) in enumerate(trials):
-        # What a compiled program is made for.
-        kind = (settings.batch_size, settings.num_steps, settings.l2_clip_norm)
-        groups.setdefault((*kind, settings.charged_steps), []).append(number)
+        groups.setdefault(kind_of(settings), []).append(number)
     return [
         group[first : first + most]
         for group in groups.values()
