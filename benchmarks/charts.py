@@ -35,6 +35,7 @@ class Row:
 
 
 NUM_PUBLIC = 256
+NETWORKS = ("emnist", "cifar10", "wikitext2", "wrn-16-4")
 METHODS = (
     "plain", "plain with a public gradient", "Kronecker mirror map", "recentred",
     "scaled by public gradients", "Kronecker chart", "embedded",
@@ -110,7 +111,7 @@ def contenders(network: str, batch_size: int, rank: int, wanted: Sequence[str]) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--network", nargs="+", default=["emnist", "cifar10"])
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=["emnist", "cifar10"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--rank", type=int, default=64)

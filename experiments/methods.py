@@ -575,7 +575,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", nargs="+", choices=SETTINGS, default=["emnist"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
-    parser.add_argument("--public", nargs="+", type=at_least(1), help="not all numbers")
+    parser.add_argument(
+        "--public", nargs="+", type=at_least(1), help="numbers of public examples (all)"
+    )
     parser.add_argument("--seeds", type=at_least(1), default=10, help="number of final runs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after them")
     parser.add_argument("--data-root", type=Path, default=None, help="see the README")

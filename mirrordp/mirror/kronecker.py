@@ -284,7 +284,7 @@ def _public_factors(loss_fn, trainable, shapes, largest_side, params, arrays, ke
     )
 
     # One row after the other: the kernel gradients of many at once are grouped convolutions, which
-    # take a hundred times as long on some machines.
+    # took more than twice as long on a CPU.
     def add(total, row):
         return jax.tree.map(lambda t, f: t + f / rows, total, of_row(row)), None
 
