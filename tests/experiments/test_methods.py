@@ -13,9 +13,8 @@ from experiments.methods import METHODS, Setting
 
 @pytest.fixture
 def small(monkeypatch):
-    setting = Setting(32, 3, 1e-6, clips=(1.0,), many_clips=(1.0,))
+    setting = Setting(32, 3, 1e-6, clips=(1.0,), many_clips=(1.0,), rates=(0.1, 0.5))
     monkeypatch.setattr(methods, "SETTINGS", {"emnist": setting})
-    monkeypatch.setattr(methods, "RATES", (0.1, 0.5))
     task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
     monkeypatch.setattr(tasks, "task", lambda name: task)
     short = {
@@ -49,7 +48,19 @@ def test_every_method_makes_its_parts():
 
 @pytest.mark.parametrize("data", methods.SETTINGS)
 def test_every_method_has_the_same_number_of_trials(data):
-    assert {len({*method.choices(data)}) for method in METHODS.values()} == {6}
+    found = {len({*methods.choices([], data, name, 2.0)}) for name in METHODS}
+    assert found == {6 if data == "emnist" else 4}
+
+
+def test_other_epsilons_take_over_the_clip_norm_and_the_setting_of_the_one_that_is_searched():
+    assert methods.choices([], "cifar10", "pda", 8.0) == []
+    lines = searched("pda", (8.0, 2.5, 0.4), data="cifar10")
+    assert methods.choices(lines[:-1], "cifar10", "pda", 8.0) == []
+    assert methods.choices(lines, "cifar10", "pda", 8.0) == [(8.0, 2.5)]
+    assert methods.chosen(lines, "cifar10", "pda", 8.0) is None
+    lines += searched("pda", (8.0, 2.5, 0.1), 8.0, data="cifar10", choices=[(8.0, 2.5)])
+    assert methods.chosen(lines, "cifar10", "pda", 8.0) == (8.0, 2.5, 0.1)
+    assert methods.chosen(lines, "cifar10", "pda", 2.0) == (8.0, 2.5, 0.4)
 
 
 def finals(accuracies, **other):
@@ -65,11 +76,12 @@ def finals(accuracies, **other):
     ]
 
 
-def searched(method, best, epsilon=2.0):
+def searched(method, best, epsilon=2.0, *, data="emnist", choices=None):
     """All runs of a search, of which `best` has the least loss."""
-    shared = {"data": "emnist", "method": method, "epsilon": epsilon, "kind": "search"}
-    choices = METHODS[method].choices("emnist")
-    settings = [(*choice, rate) for choice in choices for rate in methods.RATES]
+    shared = {"data": data, "method": method, "epsilon": epsilon, "kind": "search"}
+    choices = choices or methods.choices([], data, method, epsilon)
+    rates = methods.SETTINGS[data].rates
+    settings = [(*choice, rate) for choice in choices for rate in rates]
     return [
         shared
         | {"clip_norm": c, "value": v, "rate": r, "validation_loss": float((c, v, r) != best)}
