@@ -541,6 +541,9 @@ def figure(lines: Sequence[records.Record], path: Path) -> None:
         _heat_map(axes, runs, found, *rows_and_columns)
         for axes, rows_and_columns in zip(panels, shown, strict=True)
     ]
+    for axes in panels:
+        # Columns of all panels have one width.
+        axes.set_xlim(-0.5, max(5, *(len(places) for _, places in shown)) - 0.5)
     bar = drawing.colorbar(
         images[0], ax=panels, location="bottom", extend="both", shrink=0.6, aspect=35, pad=0.03
     )
@@ -580,7 +583,8 @@ def _heat_map(axes, runs: Runs, found: dict, methods: Sequence[str], places: Seq
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     above = {"textcoords": "offset points", "va": "bottom", "annotation_clip": False}
-    axes.annotate("public images", (-0.5, -0.5), xytext=(-3.5, 3.5), ha="right", **above)
+    rows = "public sequences" if places[0][0] == "wikitext2" else "public images"
+    axes.annotate(rows, (-0.5, -0.5), xytext=(-3.5, 3.5), ha="right", **above)
     title = {"fontweight": "bold", "fontsize": 12}
     axes.annotate(
         DATASETS[places[0][0]], (-0.5, -0.5), xytext=(-3.5, 20), ha="right", **above, **title
