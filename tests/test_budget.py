@@ -314,6 +314,24 @@ class TestRuns:
             one.event.event, runs * one.num_steps
         )
 
+    @pytest.mark.parametrize("data", [ROWS, None])
+    def test_every_run_is_compared_with_the_data(self, folder, data):
+        Budget.create(folder, epsilon=EPSILON, delta=DELTA, data=ROWS).close()
+        with Budget.open(folder, data=data) as budget:
+            last(train(budget))
+            with pytest.raises(BudgetError, match="data that differs"):
+                last(train(budget, PrivateData(tools.features(seed=3))))
+            last(train(budget, PrivateData(tools.features())))
+            assert budget.status.runs == 2
+
+    def test_a_folder_of_checkpoints_is_no_place_for_a_budget(self, folder, tmp_path):
+        with FileLedger.create(tmp_path / "ledger", mechanism().adjacency) as ledger:
+            run = train(ledger, checkpoint=mirrordp.Checkpoint(folder))
+            next(run)
+            with pytest.raises(LedgerError, match="the checkpoint of a run"):
+                Budget.create(folder, epsilon=EPSILON, delta=DELTA, data=ROWS)
+            last(run)
+
     def test_refused_before_any_row_is_used(self, budget, monkeypatch):
         def fail(*_):
             raise AssertionError("a private row was read")

@@ -523,6 +523,27 @@ class TestSecrets:
             "lock", "ledger.jsonl", "ledger.jsonl.head", "ledger.jsonl.lock",
         }  # fmt: skip
 
+    def test_gone_at_the_end_wherever_the_process_goes(self, tmp_path, monkeypatch):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / "one")
+        steps = run("run")
+        next(steps)
+        monkeypatch.chdir(tmp_path / "two")
+        last(steps)
+        assert not [*tmp_path.rglob("checkpoint-*"), *tmp_path.rglob("secret.key")]
+        assert not [*(tmp_path / "two").iterdir()]
+
+    def test_a_budget_keeps_its_key(self, tmp_path):
+        folder = tmp_path / "budget"
+        with mirrordp.Budget.create(folder, epsilon=30, delta=1e-6, data=PRIVATE) as budget:
+            for spend in (budget, None):
+                with pytest.raises(CheckpointError, match="which holds a budget"):
+                    next(run(folder, spend=spend))
+            last(run(spend=budget))
+            with pytest.raises(BudgetError, match="got seed 0 again"):
+                next(run(spend=budget))
+
     def test_half_a_checkpoint_is_as_secret(self, tmp_path):
         """What a process leaves that was killed while it wrote."""
         interrupted(tmp_path / "run", 1)

@@ -126,6 +126,25 @@ class TestFile:
             ledger.charge(GAUSSIAN)
         return path
 
+    def test_charges_go_where_it_was_opened_wherever_the_process_goes(self, tmp_path, monkeypatch):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            FileLedger.create(tmp_path / name / "ledger", Adjacency.ZERO_OUT).close()
+        monkeypatch.chdir(tmp_path / "one")
+        with FileLedger.open("ledger") as opened:
+            monkeypatch.chdir(tmp_path / "two")
+            opened.charge(GAUSSIAN)
+        assert len(FileLedger.read(tmp_path / "one" / "ledger").records) == 2
+        assert len(FileLedger.read(tmp_path / "two" / "ledger").records) == 1
+
+    def test_another_file_in_its_place_is_not_charged(self, filled, tmp_path):
+        with FileLedger.open(filled) as opened:
+            filled.rename(tmp_path / "moved")
+            filled.write_bytes((tmp_path / "moved").read_bytes())
+            with pytest.raises(LedgerError, match="got another one in its place"):
+                opened.charge(GAUSSIAN)
+        assert filled.read_bytes() == (tmp_path / "moved").read_bytes()
+
     def test_replays_to_the_same_epsilon(self, ledger, filled):
         for event in (POISSON, POISSON, POISSON, GAUSSIAN):
             ledger.charge(event)

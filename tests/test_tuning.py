@@ -1,8 +1,10 @@
 """Searches for settings: free, paid and both."""
 
 import dataclasses
+import errno
 import io
 import math
+import os
 import sys
 import traceback
 import types
@@ -280,6 +282,22 @@ class TestFree:
         assert found.report.is_secure
         assert found.report.is_for_release
 
+    def test_secure_noise_keeps_to_epsilon_at_every_clip_norm(self):
+        """What rounding to a lattice costs depends on the clip norm."""
+        pytest.importorskip("cryptography")
+        noise = SecureGaussianNoise(num_params=3, bits=5)
+        norms = [1.522, 1.5926, 1.0, 1.3]
+        for best in norms:
+            space = [
+                dataclasses.replace(
+                    SPACE[0], l2_clip_norm=norm, learning_rate=0.4 if norm == best else 1e-4
+                )
+                for norm in norms
+            ]
+            found = tune(noise=noise, seed=None, space=space)
+            assert found.settings.l2_clip_norm == best
+            assert found.report.epsilon <= TARGET["epsilon"]
+
 
 PAID = tuning.Paid(NumberOfRuns(4))
 
@@ -489,6 +507,32 @@ class TestPaid:
                 tune(way=way, spend=ledger, space=SPACE[:2])
             # Rows were compared, so this is charged.
             assert ledger.epsilon(1e-5).epsilon > 1.4
+
+    def test_nor_do_private_rows_among_the_public_ones(self, monkeypatch):
+        monkeypatch.setattr(NumberOfRuns, "draw", lambda self, rng: 0)
+        space = [dataclasses.replace(SPACE[0], alpha=0.5)]
+        rows = np.array(PUBLIC.arrays)
+        judges = np.random.default_rng(0).permutation(len(rows))[: round(0.25 * len(rows))]
+        rows[judges] = np.array(PRIVATE.arrays)[: len(judges)]
+        with pytest.raises(ValueError, match="rows that judge must be other rows"):
+            tune(way=PAID, space=space, public=PublicData(rows))
+
+    def test_a_full_disk_does_not_tell_how_many_runs_were_done(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(NumberOfRuns, "draw", lambda self, rng: 3)
+        write, left = os.replace, [4]
+
+        def full(source, target):
+            left[0] -= "checkpoint-" in str(target)
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device", str(target))
+            return write(source, target)
+
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.raises(CheckpointError) as caught:
+            tune(way=PAID, together=1, space=SPACE[:1], checkpoint=Checkpoint(tmp_path / "run"))
+        assert left == [0]
+        assert "checkpoint-0" not in "".join(traceback.format_exception(caught.value))
+        assert "No space left" in str(caught.value)
 
 
 class TestCrashes:

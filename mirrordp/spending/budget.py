@@ -190,11 +190,16 @@ class Budget:
                 f"the shares of delta must add up to at most delta={delta:g}, got "
                 f"{sum(shares.values()):g} over {len(shares)} orders."
             )
-        folder = Path(folder)
+        folder = _files.absolute(folder)
         if (folder / LEDGER_FILE).exists():
             raise LedgerError(
                 f"expected a new folder for the budget, got {str(folder)!r}, which holds one. "
                 "Continue with it: a budget is never made afresh for the same data."
+            )
+        if (folder / _files.RUN_LOCK).exists():
+            raise LedgerError(
+                f"expected a folder of the budget's own, got {str(folder)!r}, the checkpoint of a "
+                "run, which takes its key away when it ends. Choose another."
             )
         _require_usable(data)
         try:
@@ -238,8 +243,8 @@ class Budget:
             data_changed: whether to continue with changed data; what was spent stays spent.
             wait: seconds to wait for another process that has it open.
         """
-        folder = Path(folder)
-        _require_ledger(folder, "Make one with 'mirrordp budget init', or check the path.")
+        _require_ledger(Path(folder), "Make one with 'mirrordp budget init', or check the path.")
+        folder = _files.absolute(folder)
         budget = cls(folder, FileLedger.open(folder / LEDGER_FILE, wait=wait))
         if data is not None:
             try:
@@ -257,8 +262,8 @@ class Budget:
     @classmethod
     def view(cls, folder: str | os.PathLike[str]) -> Budget:
         """Returns a budget as it is now, which may be in use elsewhere and cannot be charged."""
-        folder = Path(folder)
-        _require_ledger(folder, "Check the path.")
+        _require_ledger(Path(folder), "Check the path.")
+        folder = _files.absolute(folder)
         return cls(folder, FileLedger.read(folder / LEDGER_FILE))
 
     def __repr__(self) -> str:
@@ -345,8 +350,25 @@ class Budget:
             data_changed: whether the caller acknowledges that the data has changed.
         """
         self._may_change = data_changed
-        bound = [record for record in self._ledger.records if "data" in record][-1]["data"]
-        found = identify(self.key, data)
+        self._compare(data, data_changed)
+        self._verified = True
+
+    def check_rows(self, rows: PrivateData | PrivateClients) -> None:
+        """Compares the rows or users of a run, unless `open` compared the file that they are from.
+
+        Every run is compared: the one before may have had other rows.
+        """
+        if not self._verified or self._bound["kind"] != "file":
+            self._compare(rows, data_changed=False)
+            self._verified = True
+
+    @property
+    def _bound(self) -> Mapping[str, Any]:
+        """The kind and the fingerprint of the data that the budget is for."""
+        return [record for record in self._ledger.records if "data" in record][-1]["data"]
+
+    def _compare(self, data: Data, data_changed: bool) -> None:
+        bound, found = self._bound, identify(self.key, data)
         if found["kind"] != bound["kind"]:
             raise BudgetError(
                 f"expected the {bound['kind']} that the budget {str(self._folder)!r} was made for, "
@@ -361,12 +383,6 @@ class Budget:
                     "(--data-changed, data_changed=True) to use what is left of this budget."
                 )
             self._ledger.append("data", {"data": found})
-        self._verified = True
-
-    def check_rows(self, rows: PrivateData | PrivateClients) -> None:
-        """Compares the rows or users of a run, unless `open` compared the data."""
-        if not self._verified:
-            self.check_data(rows)
 
     def check_parts(self, parts: Sequence[str]) -> None:
         """Raises a `BudgetError` if processes hold other rows than in the first run of several.

@@ -18,7 +18,8 @@ from pathlib import Path
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
-
+RUN_LOCK = "lock"
+"""The lock of a run folder, which stays there."""
 
 HAS_LOCKS = importlib.util.find_spec("fcntl") is not None
 """Whether the system has the file locks that ledger files, budgets and checkpoints need."""
@@ -109,6 +110,11 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Returns a path that stays the same wherever the process goes (`os.chdir`)."""
+    return Path(os.path.abspath(path))
 
 
 def make_private_folder(folder: str | os.PathLike[str]) -> Path:

@@ -159,6 +159,7 @@ class FileLedger(Ledger):
         self._records: list[dict[str, Any]] = []
         self._charged: dict[str, int] = {}
         self._lock = lock
+        self._file = _identity(os.stat(path))
         self.mutex = threading.RLock()
         """A lock that is held from a look at the records to the append that relies on it."""
         try:
@@ -189,7 +190,7 @@ class FileLedger(Ledger):
             header: further entries of the first record, as JSON.
             wait: seconds to wait for another process.
         """
-        path = Path(path)
+        path = _files.absolute(path)
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=adjacency)
         with _named_errors(path):
             lock = _files.Lock(_beside(path, ".lock"), f"the ledger {str(path)!r}", wait=wait)
@@ -232,7 +233,7 @@ class FileLedger(Ledger):
             LedgerError: if it does not exist, or was changed or cut.
             LockedError: if another process has it open.
         """
-        path = Path(path)
+        path = _files.absolute(path)
         if not path.is_file():
             raise LedgerError(
                 f"expected a ledger at {str(path)!r}, got no such file. Check the path, or restore "
@@ -257,7 +258,7 @@ class FileLedger(Ledger):
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "FileLedger":
         """Returns a view of a ledger as it is now. It takes no lock and cannot be charged."""
-        path = Path(path)
+        path = _files.absolute(path)
         if not path.is_file():
             raise LedgerError(
                 f"expected a ledger at {str(path)!r}, got no such file. Check the path."
@@ -349,7 +350,14 @@ class FileLedger(Ledger):
     def _write(self, line: bytes) -> None:
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            before = os.fstat(handle).st_size
+            found = os.fstat(handle)
+            if _identity(found) != self._file:
+                # A charge in another file would leave this ledger as if nothing had been spent.
+                raise LedgerError(
+                    f"expected the file that was opened at {str(self._path)!r}, got another one in "
+                    "its place. Nothing runs; find out who moved it, and open the ledger again."
+                )
+            before = found.st_size
             try:
                 _files.write_all(handle, line)
                 os.fsync(handle)
@@ -402,6 +410,10 @@ def check_position(ledger: FileLedger, position: Position, where: str) -> None:
             f"another one in {str(ledger.path)!r}. It is another ledger, or was rewritten; restore "
             "the newest copy."
         )
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -189,12 +189,19 @@ class RunFolder:
 
     def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):
         self._checkpoint = checkpoint
-        folder = self.folder = Path(checkpoint.folder)
+        folder = self.folder = _files.absolute(checkpoint.folder)
         self._owned: FileLedger | None = None
+        path = folder / LEDGER_FILE
+        if path.exists() and "budget" in FileLedger.read(path).records[0]:
+            raise CheckpointError(
+                f"expected a folder of the run's own for its checkpoints, got {str(folder)!r}, "
+                "which holds a budget: the key there would go when the run ends, and with it what "
+                "the budget knows of seeds and data. Choose another folder."
+            )
         with self._named_errors("made and written"):
             _files.make_private_folder(folder)
             self._lock = _files.Lock(
-                folder / "lock", f"the run folder {str(folder)!r}", wait=checkpoint.wait
+                folder / _files.RUN_LOCK, f"the run folder {str(folder)!r}", wait=checkpoint.wait
             )
         try:
             _remove_leftovers(folder)
@@ -207,7 +214,6 @@ class RunFolder:
                     "Resume it (resume=True, --resume), or remove the folder to give it up; what "
                     "was charged stays charged."
                 )
-            path = folder / LEDGER_FILE
             if self.saved is not None and ledger is None and not path.exists():
                 raise CheckpointError(
                     f"expected the budget or ledger that the run in {str(folder)!r} began with, "
@@ -390,7 +396,7 @@ def is_unfinished(folder: str | os.PathLike[str]) -> bool:
     """
     if not checkpoint_files(folder):
         return False
-    _files.Lock(Path(folder) / "lock", f"the run folder {str(folder)!r}").close()
+    _files.Lock(Path(folder) / _files.RUN_LOCK, f"the run folder {str(folder)!r}").close()
     return True
 
 

@@ -198,6 +198,25 @@ def public_alpha(
     return float(shared / (shared + private)) if shared > 0 else 1.0
 
 
+def public_spectrum(
+    loss_fn: LossFn,
+    params: Params,
+    public: PublicData,
+    *,
+    trainable: PyTree | Trainable | None = None,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns eigenvalues of the public Hessian and how many of them there are, by Lanczos' method.
+
+    A few nodes stand for all eigenvalues: Σ_i f(λ_i) over the d eigenvalues of H is about the sum
+    of count · f(value). Negative eigenvalues count as zero.
+    """
+    require_public(public)
+    near = _near(loss_fn, params, public, Trainable.of(trainable), 1.0, seed)
+    values, counts = (np.concatenate(parts) for parts in zip(*near.curvature, strict=True))
+    return values, counts / len(near.curvature)
+
+
 class _Near(NamedTuple):
     """The public loss near the start.
 

@@ -185,7 +185,8 @@ def tune(
         adjacency: the neighbours of the guarantee; the number of rows is public.
         noise: the noise of private runs; secure noise for the single private run of `Free` only.
         seed: makes everything reproducible and therefore not for release.
-        spend: a ledger or budget that is charged, before a private row is read.
+        spend: a ledger or budget that is charged, before a private row is used. (Where public
+            rows are learned from, private ones are compared with them first.)
         checkpoint: keeps what is needed to go on after a crash, in a secret folder of its own. A
             search that goes on has the same number of runs, settings and noise.
         mesh: several devices, as in `mirrordp.train`.
@@ -275,11 +276,13 @@ def _checked(space: Sequence[Settings]) -> tuple[Settings, ...]:
 
 def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Call) -> TuneResult:
     @functools.cache
-    def calibrated(batch_size: float, charged_steps: int) -> float:
+    def calibrated(batch_size: float, charged_steps: int, l2_clip_norm: float) -> float:
+        # The rounding of secure noise is charged relative to the clip norm.
+        kind = batch_size, charged_steps, l2_clip_norm
         like = next(
             each
             for each in candidates
-            if (each.batch_size, each.charged_steps) == (batch_size, charged_steps)
+            if (each.batch_size, each.charged_steps, each.l2_clip_norm) == kind
         )
         template = makings.mechanism(like, 1.0)
         return Mechanism.calibrate(
@@ -289,7 +292,7 @@ def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Ca
         ).noise_multiplier  # fmt: skip
 
     def mechanism_of(settings: Settings) -> Mechanism:
-        sigma = calibrated(settings.batch_size, settings.charged_steps)
+        sigma = calibrated(settings.batch_size, settings.charged_steps, settings.l2_clip_norm)
         return makings.mechanism(settings, sigma)
 
     rehearsal = rehearse(
@@ -525,7 +528,7 @@ def _paid(
 ) -> TuneResult:
     makings = search.makings
     mechanism = search.mechanism_of(search.candidates[0])
-    step, learned = makings.step(mechanism), search._rows[0]
+    step, (learned, judging) = makings.step(mechanism), search._rows
     # Everything that can be wrong with the model or the data is found before the search is charged.
     step.check(search.start, makings.private, learned)
     score_fn, judges = search._judging
@@ -534,6 +537,8 @@ def _paid(
     def compare() -> None:
         for way in ways:
             _refuse_private_judges(makings, way)
+        if isinstance(search.way.score, PublicScore) and judging is not None:
+            refuse_private_rows(makings.private, judging, "rows that judge")
         step.excluded(makings.private, learned, makings.options.overlap)
 
     handled = sys.exc_info()[1]
@@ -589,6 +594,9 @@ def _forget(error: BaseException, handled: BaseException | None) -> None:
     for each in chain:
         if each is not None and each is not handled:
             traceback.clear_frames(each.__traceback__)
+            if isinstance(each, OSError):
+                # The name of a file says how many checkpoints there were before it.
+                each.filename = each.filename2 = None
             chain += [e for e in (each.__cause__, each.__context__) if e not in chain]
 
 
