@@ -6,7 +6,6 @@ asked for, so that one command never needs the dependencies of another.
 
 import argparse
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +21,7 @@ COMMANDS = {
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
     "models": ("experiments.table_models", "real tables: linear models, trees, networks and peers"),
     "tuning": ("experiments.tuned", "real tables: settings by hand, free, paid, or none"),
+    "bands": ("experiments.bands", "real tables: noise that is correlated over steps"),
     "shift": ("experiments.shift", "real tables whose public rows are no random sample"),
 }
 
@@ -43,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = parser.parse_args(given)
     module, _ = COMMANDS[arguments.command]
-    # Leaving out a Rényi order, which dp-accounting notes order by order, is safe.
-    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         return importlib.import_module(module).main(arguments.options)
     except KeyboardInterrupt:

@@ -557,6 +557,12 @@ def test_models_of_version_1_are_read(fitted):
     np.testing.assert_array_equal(old.intercepts, new.intercepts)
 
 
+def renamed(path):
+    """The table with a column that is called as predictions are."""
+    path.write_text(path.read_text().replace("id,", "prediction,", 1))
+    return path
+
+
 def predict_options(fitted, source, output, *others):
     return ["predict", "--model", fitted, "--input", source, "--output", output, *others]
 
@@ -569,11 +575,17 @@ def predict_options(fitted, source, output, *others):
         (lambda m, d: predict_options(m, d / "in.csv", d / "no" / "o.csv"), "can be written"),
         (lambda m, d: predict_options(m, d / "in.csv", d), "can be written"),
         (lambda m, d: predict_options(m, d / "in.csv", d / "o.csv", "--keep", "z"), "'z' to keep"),
+        (
+            lambda m, d: predict_options(
+                m, renamed(d / "in.csv"), d / "o.csv", "--keep", "prediction"
+            ),
+            "other names than predictions",
+        ),
         (lambda m, d: predict_options(m, d / "bad.csv", d / "o.csv"), "expected column 'colour'"),
         (lambda m, d: predict_options(m, d / "text.csv", d / "o.csv"), "expected numbers"),
         (lambda m, d: predict_options(d, d / "in.csv", d / "o.csv"), "with model.json"),
     ],
-    ids=["no input", "same", "no folder", "folder", "keep", "column", "type", "no model"],
+    ids=["no input", "same", "no folder", "folder", "keep", "twice", "column", "type", "no model"],
 )
 def test_predict_with_bad_input(capsys, fitted, tmp_path, arguments, words):
     make_table(tmp_path / "in.csv", 5, 2)
@@ -665,6 +677,33 @@ def test_rows_to_judge_by(capsys, tmp_path, task):
         mean = np.mean([float(cell) for cell in read_table(files["public"]).columns["y"] if cell])
         gaps = np.array(columns["y"], float) - mean
         assert results["baseline_rmse"] == pytest.approx(np.sqrt(np.mean(gaps**2)), rel=1e-6)
+
+
+def test_the_private_model_survives_a_ceiling_that_does_not(capsys, tmp_path):
+    files = two_tables(tmp_path)
+    rows = files["private"].read_text().splitlines()
+    for number in range(1, 40):
+        rows[number] = ",".join([*rows[number].split(",")[:-1], "1e308"])
+    files["private"].write_text("\n".join(rows))
+    test = make_table(tmp_path / "test.csv", 60, 3)
+    assert cli.main([*fit_options(files, test=test, seed=0), "--ceiling"]) == 0
+    said = capsys.readouterr().err
+    assert "no model could be fitted without protection" in said
+    assert "overflow" not in said
+    assert (files["out"] / "model.json").exists()
+
+
+def test_any_whole_numbers_fit(tmp_path):
+    """A column that might be hours and minutes, and is not."""
+    files = two_tables(tmp_path)
+    rng = np.random.default_rng(0)
+    for path in (files["private"], files["public"]):
+        head, *rows = path.read_text().splitlines()
+        numbers = rng.integers(0, 2400, len(rows))
+        lines = [f"{number},{row}" for number, row in zip(numbers, rows, strict=True)]
+        path.write_text("\n".join([f"departs,{head}", *lines]))
+    assert cli.main(fit_options(files)) == 0
+    assert (files["out"] / "model.json").exists()
 
 
 @pytest.mark.parametrize("task", ["regression", "classification", "count"])

@@ -575,3 +575,18 @@ def test_poisson_release_bounds_the_curvature():
         release, POISSON, np.full((1, 1), 80.0), rows, np.zeros(1, int), 1
     )
     assert np.linalg.norm(total) <= release.l2_clip_norm
+
+
+def test_edges_lie_between_values():
+    """A feature may be rounded in another way where an exported model runs."""
+    hours = np.arange(3000) % 24
+    x = np.column_stack([np.sin(2 * np.pi * hours / 24), np.arange(3000.0), hours**2.0])
+    for feature in range(3):
+        for num_bins in (4, 8, 16):
+            cut = cells._cut(x, (feature,), num_bins)
+            values = np.unique(x[:, feature])
+            gaps = np.abs(cut.edges[:, None] - values).min(axis=1)
+            assert (gaps > 1e-6 * np.ptp(values) / len(values)).all()
+            # Cells hold about as many rows as those at quantiles.
+            counts = np.bincount(cut(x), minlength=cut.size)
+            assert counts.max() <= 2.1 * len(x) / num_bins

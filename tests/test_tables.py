@@ -227,6 +227,7 @@ def test_hours_and_minutes_are_minutes():
     encoding = learn_encoding(clock_table(times), target="y", task="regression").encoding
     assert encoding.features == ("departs (minutes)",)
     rows = encoding.encode([clock_table([759, 800, 801, 2355, 2400])], private=False).features[:, 0]
+    assert json.loads(json.dumps(encoding.to_dict()))
     steps = np.diff(rows) * encoding.columns[0].scale
     # Later than any public time counts as the last one.
     np.testing.assert_allclose(steps, [1, 1, 15 * 60 + 54, 0], atol=1e-9)
@@ -245,6 +246,7 @@ def test_hours_and_minutes_are_minutes():
 def test_other_numbers_stay_as_they_are(values):
     encoding = learn_encoding(clock_table(values), target="y", task="regression").encoding
     assert encoding.features == ("departs",)
+    assert json.loads(json.dumps(encoding.to_dict()))
 
 
 def test_codes_can_be_declared_categories(tmp_path):
@@ -624,14 +626,14 @@ def test_one_long_cell_is_no_reason_to_refuse(tmp_path):
 @pytest.mark.parametrize("digits", [0, 4, 14, 26])
 def test_the_digits_of_one_decimal_do_not_round_the_others(tmp_path, digits):
     """The type of a Parquet column of decimals has as many digits as its longest number."""
-    arrow = pytest.importorskip("pyarrow")
+    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     from decimal import Decimal
 
     rng = np.random.default_rng(0)
     texts = [f"{rng.random() * 10 ** rng.integers(0, 8):.6f}" for _ in range(500)]
     odd = Decimal("0.500000" + "0" * (digits - 1) + "1" * (digits > 0))
     values = arrow.array([*map(Decimal, texts), odd, None])
-    arrow.parquet.write_table(arrow.table({"x": values}), tmp_path / "d.parquet")
+    parquet.write_table(arrow.table({"x": values}), tmp_path / "d.parquet")
     cells = read_table(tmp_path / "d.parquet").columns["x"]
     np.testing.assert_array_equal(cells[:-2], [float(text) for text in texts])
     assert np.isnan(cells[-1])

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import logging
 import os
 import sys
 import warnings
@@ -42,7 +41,7 @@ def run(argv: Sequence[str] | None) -> int:
                 f"'{arguments.prog} --help'."
             )
         arguments.command = list(sys.argv[1:] if argv is None else argv)
-        with _quiet_accountant(), _one_line_warnings():
+        with _one_line_warnings():
             token = quiet.set(getattr(arguments, "quiet", False))
             try:
                 code = arguments.run(arguments)
@@ -89,18 +88,6 @@ def _place(error: Exception) -> str:
     if trace is None:
         return "unknown place"
     return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
-
-
-@contextlib.contextmanager
-def _quiet_accountant() -> Iterator[None]:
-    """Hides dp-accounting's notes on the Rényi orders that it leaves out, which is safe."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

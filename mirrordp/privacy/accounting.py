@@ -18,6 +18,7 @@ C.
 import dataclasses
 import enum
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,11 @@ from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
 from mirrordp import _validate
+
+# Leaving out a Rényi order, which dp-accounting notes order by order, is safe.
+logging.getLogger("absl").addFilter(
+    lambda record: not record.getMessage().startswith("_compute_log_a_frac failed to converge")
+)
 
 DpEvent = dp_accounting.DpEvent
 

@@ -20,6 +20,7 @@ import numpy as np
 
 _PAIR_BINS, _FINE_BINS = 16, 32
 _FEWEST_BINS = 4
+_ROUNDING = 1e-12
 _LARGEST_BLOCK = 2**20
 
 
@@ -211,19 +212,23 @@ def _columns(x: np.ndarray, groups: Sequence[Sequence[int]] | None) -> list[tupl
 
 
 def _cut(x: np.ndarray, column: tuple[int, ...], num_bins: int) -> Cut | None:
-    """Cuts a column at public quantiles; None if it is constant on public rows."""
+    """Cuts a column near public quantiles; None if it is constant on public rows.
+
+    An edge is midway between two values, since other programs, to which models are exported, may
+    round features in another way: a value that is an edge could then be on either side.
+    """
     if len(column) > 1:
         return Cut(column, np.zeros(0))
     feature = max(column)
     values = np.unique(x[:, feature])
-    if len(values) < 2:
-        return None
-    if len(values) <= num_bins:
-        edges = (values[1:] + values[:-1]) / 2
-    else:
-        shares = np.linspace(0, 1, num_bins + 1)[1:-1]
-        edges = np.unique(np.quantile(x[:, feature], shares))
-        edges = edges[(edges > values[0])]
+    # The sine of 1:00 and that of 11:00 are one value, however they are rounded.
+    apart = np.diff(values) > _ROUNDING * np.abs(values).max()
+    edges = ((values[1:] + values[:-1]) / 2)[apart]
+    if len(edges) >= num_bins:
+        quantiles = np.quantile(x[:, feature], np.linspace(0, 1, num_bins + 1)[1:-1])
+        # The edge below the values that hold the quantile.
+        place = np.searchsorted(np.append(values[:-1][apart], values[-1]), quantiles)
+        edges = edges[np.unique(place[place > 0] - 1)]
     return Cut(column, edges) if len(edges) else None
 
 

@@ -364,8 +364,8 @@ class DateColumn:
         if self.has_hours:
             parts += _around(days % 1)
         if self.has_weekdays:
-            # 1970-01-01 was a Thursday.
-            weekday = (np.floor(days) + 3) % 7
+            # 1970-01-01 was a Thursday. The number of days with its fraction is rounded.
+            weekday = (times.astype("M8[D]").astype(np.int64) + 3) % 7
             parts += [weekday == index for index in range(len(WEEKDAYS))]
         out[:, : len(parts)] = np.where(missing[:, None], 0.0, np.column_stack(parts))
         if self.marks_missing:

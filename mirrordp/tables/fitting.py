@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -552,7 +553,7 @@ def fit_files(
         )
         if ceiling:
             with stage("fitting a model without protection"):
-                unprotected = _ceiling(fitted, secret, known, test_x, test_y)
+                unprotected = _ceiling_if_any(fitted, secret, known, test_x, test_y)
             shown = (*shown, CEILING_SHOWN)
     report = dataclasses.replace(
         estimator.privacy_,
@@ -596,6 +597,28 @@ def _scorers(estimator: Any) -> tuple[Scorer, Scorer]:
 
 def _linear(coefficients: np.ndarray, intercepts: Any) -> LinearScorer:
     return LinearScorer(np.atleast_2d(coefficients), np.atleast_1d(intercepts))
+
+
+def _ceiling_if_any(
+    model: TableModel,
+    secret: EncodedTable,
+    known: EncodedTable,
+    test_x: np.ndarray,
+    test_y: np.ndarray,
+) -> dict[str, dict[str, evaluation.Measured]] | None:
+    """Returns the ceiling, or None where rows are too extreme for models without protection."""
+    try:
+        # What libraries say of private numbers here would look like a message that may be shown.
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _ceiling(model, secret, known, test_x, test_y)
+    except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
+        warn(
+            f"{mark(True)}no model could be fitted without protection ({error}), so there is no "
+            "ceiling. The private model is not affected.",
+            UserWarning,
+        )
+        return None
 
 
 def _ceiling(
@@ -691,8 +714,9 @@ def _adjacency_of(spend: Ledger | Budget) -> Adjacency:
 def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
     """Raises unless a fit at (ε, δ) is within the budget.
 
-    The estimators never spend more than the one Gaussian mechanism that has exactly (ε, δ), which
-    is known before any file is read.
+    Linear models and trees never spend more than the one Gaussian mechanism that has exactly
+    (ε, δ), which is known before any file is read. A network may: the budget decides again once
+    its mechanism is planned.
     """
     noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
     event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
@@ -765,7 +789,14 @@ def predict_file(
                     f"expected column {missing[0]!r} to keep in {str(source)!r}, got no such "
                     "column; check the name."
                 )
-            found = {name: table.columns[name] for name in keep} | model.predict(table, tallies)
+            predicted = model.predict(table, tallies)
+            both = [name for name in keep if name in predicted]
+            if both:
+                raise TableError(
+                    f"expected columns to keep that have other names than predictions, got "
+                    f"{both[0]!r}; rename that column of {str(source)!r}."
+                )
+            found = {name: table.columns[name] for name in keep} | predicted
             for name, values in found.items():
                 plain = values.tolist() if isinstance(values, np.ndarray) else values
                 columns.setdefault(name, []).extend(plain)

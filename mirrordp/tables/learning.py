@@ -437,7 +437,7 @@ def _is_clock(values: np.ndarray) -> bool:
         return False
     hours, minutes = np.divmod(np.unique(values), 100)
     several = len(np.unique(hours)) >= _CLOCK_HOURS and len(np.unique(minutes)) >= _CLOCK_MINUTES
-    return several and minutes.max() < 60 and minutes.max() >= 45
+    return bool(several and 45 <= minutes.max() < 60)
 
 
 def _learn_dates(name: str, cells: Cells, date_format: str) -> DateColumn | str:

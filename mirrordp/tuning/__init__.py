@@ -7,6 +7,10 @@ from mirrordp._lazy import lazily
 if TYPE_CHECKING:
     from mirrordp.privacy.selection import NumberOfRuns as NumberOfRuns
     from mirrordp.tuning.automatic import automatic_space as automatic_space
+    from mirrordp.tuning.bands import (
+        public_bands as public_bands,
+        public_noise_loss as public_noise_loss,
+    )
     from mirrordp.tuning.planning import Plan as Plan, plan as plan
     from mirrordp.tuning.rehearsal import Rehearsal as Rehearsal
     from mirrordp.tuning.rules import (

@@ -145,7 +145,7 @@ def _harm(
             continue
         back = [1.0, learning_rate * value - 1.0]
         shift = signal.lfilter([learning_rate], back, inverse)
-        total += weight * (share @ shift**2)
+        total += weight * (share @ np.square(shift))
         moved = signal.lfilter([learning_rate], back, squared)
         weighted = share * shift
         for delay in range(len(coefficients)):
