@@ -27,7 +27,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
-from mirrordp.tables.columns import positions
+from mirrordp.tables.columns import Tally, positions
 from mirrordp.tables.encoding import by_column
 from mirrordp.tables.fitting import TableModel
 from mirrordp.tables.scorers import LinearScorer
@@ -907,3 +907,14 @@ def test_many_columns_with_clamped_numbers_take_few_lines():
     assert sum(line.startswith("column 'x") for line in lines) == 10
     assert lines[-1].startswith("30 more columns with numbers beyond the public range: 'x30' 30, ")
     assert all(f"{name!r}" in " ".join(lines) for name in clamped | others)
+
+
+def test_the_last_microsecond_of_a_far_day_belongs_to_it():
+    """Days since 1970 with their fraction have too few digits for it."""
+    date = DateColumn("when", "ISO", 0.0, 1.0, 0.0, 1.0, False, True, False, False)
+    moments = [f"{day}T23:59:59.999999" for day in ("2262-04-11", "2024-04-11", "9999-12-31")]
+    out = np.zeros((3, len(date.features)))
+    date.encode(np.array(moments, "M8[us]"), out, Tally())
+    days = [datetime.date.fromisoformat(moment[:10]).weekday() for moment in moments]
+    weekdays = [name.startswith("when: weekday=") for name in date.features]
+    np.testing.assert_array_equal(out[:, weekdays].argmax(axis=1), days)
