@@ -20,7 +20,7 @@ import scipy.stats
 
 import mirrordp
 from experiments import records, sections
-from experiments.options import at_least, existing_file
+from experiments.options import add_result_options, at_least
 from experiments.shift import PACKAGES
 from experiments.tuned import Problem, table_problem
 from mirrordp import Mechanism, PoissonSampling, tuning
@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     parser.add_argument("--seeds", type=at_least(1), default=10, help="number of seeds")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    add_result_options(parser, RESULTS)
     arguments = parser.parse_args(argv)
     path = arguments.out / "runs.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])

@@ -37,7 +37,7 @@ from experiments import datasets, records, sections
 from experiments.deep import tasks
 from experiments.deep.titles import DATASETS
 from experiments.deep.training import EVALUATION_BATCH, PACKAGES, public_start
-from experiments.options import at_least, existing_file
+from experiments.options import add_result_options, at_least
 from mirrordp import (
     Mechanism,
     PoissonSampling,
@@ -613,10 +613,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after them")
     parser.add_argument("--data-root", type=Path, default=None, help="see the README")
     parser.add_argument("--synthetic", action="store_true", help="made-up data, for a trial")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    add_result_options(parser, RESULTS)
     arguments = parser.parse_args(argv)
     begun, path = time.perf_counter(), arguments.out / "runs.jsonl"
+    makers = arguments.out / "provenance.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])
     provenance = records.provenance(PACKAGES, sources, str(jax.devices()[0].device_kind))
 
@@ -640,7 +640,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     break
                 lines = records.read(path)
                 for line in work(problem, method, epsilon, num_public, lines, arguments.seeds):
-                    records.append(path, line | {"provenance": provenance})
+                    made_by = records.keep_provenance(makers, provenance)
+                    records.append(path, line | {"made_by": made_by})
             print(f"{name}, {num_public} public, ε = {epsilon:g}: {method}", file=sys.stderr)
     lines = records.read(path)
     sections.publish(table_of(lines), "methods", arguments.out, arguments.readme)

@@ -22,6 +22,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
+def add_result_options(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Adds `--out`, the folder of the result files, and `--readme`, a file that shows the table."""
+    parser.add_argument("--out", type=Path, default=results, help="folder of the result files")
+    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+
+
 def existing_file(text: str) -> Path:
     """Parses the path of an existing file, which will be rewritten."""
     path = Path(text)

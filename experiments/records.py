@@ -94,6 +94,14 @@ def provenance(packages: Iterable[str], sources: Iterable[Path], device: str) ->
     }
 
 
+def keep_provenance(path: Path, about: Record) -> str:
+    """Appends a provenance that the file does not have yet; returns what lines refer to it by."""
+    name = fingerprint(about)
+    if name not in {line["id"] for line in read(path)}:
+        append(path, {"id": name, **about})
+    return name
+
+
 def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -21,7 +21,7 @@ import threadpoolctl
 
 import mirrordp
 from experiments import records, sections
-from experiments.options import at_least, existing_file
+from experiments.options import add_result_options, at_least
 from experiments.tabular.data import adult, housing
 from mirrordp.linear import nonlinear
 from mirrordp.linear.estimators import PrivateLinearRegression, PrivateLogisticRegression
@@ -242,8 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="as for tabular")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    add_result_options(parser, RESULTS)
     arguments = parser.parse_args(argv)
     path = arguments.out / "runs.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])

@@ -22,7 +22,7 @@ from sklearn.metrics import roc_auc_score
 
 import mirrordp
 from experiments import records, sections, shift
-from experiments.options import at_least, existing_file
+from experiments.options import add_result_options, at_least
 from experiments.shift import DELTA, PACKAGES, SCHEDULE, TEST_FRACTION, WEATHER, flights, packaged
 from mirrordp.linear import estimators, nonlinear
 from mirrordp.tables import Table, learn_encoding
@@ -220,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer-python", type=Path, help="Python with interpret-core and diffprivlib"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    add_result_options(parser, RESULTS)
     arguments = parser.parse_args(argv)
     path = arguments.out / "runs.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])

@@ -28,7 +28,7 @@ import mirrordp
 from experiments import datasets, records, sections
 from experiments.deep import tasks
 from experiments.deep.training import public_start
-from experiments.options import at_least, existing_file
+from experiments.options import add_result_options, at_least
 from experiments.shift import DELTA, PACKAGES
 from experiments.table_models import TABLES, measured, split_table
 from mirrordp import tuning
@@ -330,8 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
     parser.add_argument("--most-rows", type=at_least(1000), help="private rows at most")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--readme", type=existing_file, help="rewrite the section of this file")
+    add_result_options(parser, RESULTS)
     arguments = parser.parse_args(argv)
     path = arguments.out / "runs.jsonl"
     sources = sorted([Path(__file__), *Path(mirrordp.__file__).parent.rglob("*.py")])

@@ -537,7 +537,9 @@ def _paid(
     def compare() -> None:
         for way in ways:
             _refuse_private_judges(makings, way)
-        if isinstance(search.way.score, PublicScore) and judging is not None:
+        score = search.way.score
+        if isinstance(score, PublicScore) and score.rows is None:
+            assert judging is not None
             refuse_private_rows(makings.private, judging, "rows that judge")
         step.excluded(makings.private, learned, makings.options.overlap)
 

@@ -35,6 +35,10 @@ def test_searches_then_takes_final_runs_with_paired_seeds_and_goes_on(small, tmp
     ]
     assert {x["seed"] for x in lines if x["kind"] == "final"} == {1, 2}
     assert all(("test_loss" in x) == (x["kind"] == "final") for x in lines)
+    # Two commands of one code and machine.
+    (maker,) = records.read(tmp_path / "provenance.jsonl")
+    assert {x["made_by"] for x in lines} == {maker["id"]}
+    assert maker["packages"]["jax"]
     assert "±" in capsys.readouterr().out
     assert (tmp_path / "methods.png").exists()
 
