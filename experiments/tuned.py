@@ -10,7 +10,9 @@ of the result file at once, and is not done again.
 import argparse
 import dataclasses
 import functools
+import hashlib
 import itertools
+import math
 import sys
 import time
 import warnings
@@ -25,14 +27,16 @@ import optax
 import threadpoolctl
 
 import mirrordp
-from experiments import datasets, records, sections
+from experiments import datasets, models, records, sections
 from experiments.deep import tasks
 from experiments.deep.training import public_start
 from experiments.options import add_result_options, at_least
 from experiments.shift import DELTA, PACKAGES
+from experiments.stackoverflow import command as stackoverflow, data as users
 from experiments.table_models import TABLES, measured, split_table
 from mirrordp import tuning
 from mirrordp.training.sweep import run_state
+from mirrordp.tuning.trials import model_of
 from mirrordp.types import LossFn, Params, PyTree
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
@@ -46,27 +50,30 @@ METHODS = {
 }
 HIDDEN, BATCH_SIZE, EPOCHS = 64, 512, 20
 LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (2.0, 8.0), (0.5, 1.0)
-DEEP_CLIP_NORMS, DEEP_ALPHAS = (1.0,), (0.8, 1.0)
 PUBLIC_BATCH_SIZE, TOGETHER = 128, 8
 Rows = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Deep:
-    """The paper's batches on one of its data sets, and rates around those it was trained with."""
+    """Short runs of one of the paper's networks, and settings around those of `methods.py`."""
 
     delta: float
     batch_size: int
-    epochs: int
-    rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
+    epochs: float
+    rates: tuple[float, ...]
+    clip_norms: tuple[float, ...] = (2.0, 8.0)
+    alphas: tuple[float, ...] = (0.85, 1.0)
     largest_loss: float = 3.0
 
 
 DEEP = {
-    "cifar10": Deep(1e-5, 500, 50),
-    "emnist": Deep(1e-6, 500, 50),
-    "wikitext2": Deep(1e-5, 250, 20, (0.1, 0.25, 0.5, 1.0, 2.0), 8.0),
+    "cifar10": Deep(1e-5, 1000, 6.25, (0.025, 0.1, 0.4, 1.6)),
+    "emnist": Deep(1e-6, 2000, 10.0, (0.15, 0.5, 1.5, 4.0)),
+    "wikitext2": Deep(1e-5, 250, 2.0, (0.4, 1.6, 6.4, 25.0), (0.8,), largest_loss=8.0),
+    "stackoverflow": Deep(1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.3, 1.0), largest_loss=8.0),
 }
+SENTENCES_PER_USER = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +89,7 @@ class Problem:
         measured: `measured(params)` returns measures on test rows.
         delta: δ.
         largest_loss: losses beyond count as this much where private rows judge.
+        step_options: further arguments of `TrainStep`, of all methods.
     """
 
     loss: LossFn
@@ -92,6 +100,7 @@ class Problem:
     measured: Callable[[Params], dict[str, float]]
     delta: float
     largest_loss: float = 3.0
+    step_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def rows_of(data: Any, part: str, task: str) -> Rows:
@@ -175,16 +184,92 @@ def deep_problem(name: str, folder: Path, seed: int, most_rows: int | None = Non
 
     space = tuning.grid(
         learning_rate=chosen.rates,
-        l2_clip_norm=DEEP_CLIP_NORMS,
+        l2_clip_norm=chosen.clip_norms,
         batch_size=chosen.batch_size,
-        num_steps=chosen.epochs * len(jax.tree.leaves(private)[0]) // chosen.batch_size,
-        alpha=DEEP_ALPHAS,
+        num_steps=int(chosen.epochs * len(jax.tree.leaves(private)[0]) // chosen.batch_size),
+        alpha=chosen.alphas,
     )
+    options = {
+        "public_loss_fn": task.augmented_loss,
+        "average": mirrordp.ExponentialAverage(0.99),
+    }
     return Problem(
         task.network.loss,
-        lambda rows: public_start(name, cold, rows, seed=seed),
-        private, prepared.public, space, measures, chosen.delta, chosen.largest_loss,
+        _once_for_equal_rows(lambda rows: public_start(name, cold, rows, seed=seed)),
+        private, prepared.public, space, measures, chosen.delta, chosen.largest_loss, options,
     )  # fmt: skip
+
+
+def users_problem(name: str, folder: Path, seed: int, most_rows: int | None = None) -> Problem:
+    """Returns the paper's StackOverflow network, on users: a row is a user with some sentences."""
+    prepared, chosen = users.prepare(folder / "stackexchange" / "users.tsv", seed=seed), DEEP[name]
+    # Words are counted over public users, who have fewer than the network has tokens.
+    network = models.stackoverflow_lstm(pad=users.PAD)
+    private = _some(_sentences(prepared.private), most_rows, seed)
+    cold = network.init(jax.random.key(seed))
+
+    def loss(params: Params, sentences: jax.Array) -> jax.Array:
+        losses = jax.vmap(network.loss, (None, 0))(params, sentences)
+        is_real = jnp.any(sentences != users.PAD, axis=1)
+        return jnp.sum(losses * is_real) / jnp.maximum(1, jnp.sum(is_real))
+
+    def start(rows: mirrordp.PublicData) -> Params:
+        flat = np.concatenate(list(rows.arrays))
+        flat = mirrordp.PublicData(flat[(flat != users.PAD).any(axis=1)])
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(5.0))
+        options: dict[str, Any] = {"batch_size": 16, "patience": 4, "max_epochs": 40}
+        return mirrordp.warm_start(
+            network.loss, cold, flat, optimizer=optimizer, seed=seed, **options
+        ).params
+
+    def measures(params: Params) -> dict[str, float]:
+        found = stackoverflow.evaluate(network, params, prepared.test)
+        perplexity, accuracy = found["perplexity"], found["accuracy"]
+        # A model that diverged has neither.
+        return {
+            "loss": 1e9 if perplexity is None else math.log(perplexity),
+            "accuracy": accuracy or 0.0,
+        }
+
+    space = tuning.grid(
+        learning_rate=chosen.rates,
+        l2_clip_norm=chosen.clip_norms,
+        batch_size=chosen.batch_size,
+        num_steps=int(chosen.epochs * len(private) // chosen.batch_size),
+        alpha=chosen.alphas,
+    )
+    return Problem(
+        loss, _once_for_equal_rows(start), private, _sentences(prepared.public), space, measures,
+        chosen.delta, chosen.largest_loss, {"average": mirrordp.ExponentialAverage(0.99)},
+    )  # fmt: skip
+
+
+def _sentences(clients: mirrordp.PrivateClients | mirrordp.PublicClients) -> np.ndarray:
+    """Returns the first sentences of each user, [users, sentences, tokens], padded with zeros."""
+    own = np.split(np.asarray(clients.arrays), np.cumsum(clients.num_examples)[:-1])
+    found = np.full((len(own), SENTENCES_PER_USER, own[0].shape[1]), users.PAD, np.int32)
+    for place, sentences in zip(found, own, strict=True):
+        place[: len(sentences)] = sentences[:SENTENCES_PER_USER]
+    return found
+
+
+def _once_for_equal_rows(start: Callable[[mirrordp.PublicData], Params]):
+    """Returns a function that learns a start once: all methods begin and rehearse alike."""
+    known: dict[tuple[bytes, ...], Params] = {}
+
+    def cached(rows: mirrordp.PublicData) -> Params:
+        key = tuple(
+            hashlib.sha256(np.asarray(leaf).tobytes()).digest()
+            for leaf in jax.tree.leaves(rows.arrays)
+        )
+        if key not in known:
+            known[key] = start(rows)
+        return known[key]
+
+    return cached
+
+
+MAKERS = {"stackoverflow": users_problem}
 
 
 def fit(method: str, problem: Problem, epsilon: float, seed: int):
@@ -205,6 +290,7 @@ def fit(method: str, problem: Problem, epsilon: float, seed: int):
         problem.loss, problem.start, mirrordp.PrivateData(problem.private), public,
         epsilon=epsilon, delta=problem.delta, space=None if method == "none" else problem.space,
         way=ways[method], seed=seed, public_batch_size=PUBLIC_BATCH_SIZE, together=TOGETHER,
+        **problem.step_options,
     )  # fmt: skip
     assert found.report.epsilon <= epsilon
     return found.params, found.settings
@@ -240,7 +326,11 @@ def _by_hand(problem: Problem, public: mirrordp.PublicData, epsilon: float, seed
         )
         optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
         step = mirrordp.TrainStep(
-            problem.loss, mechanism, optimizer, public_batch_size=PUBLIC_BATCH_SIZE
+            problem.loss,
+            mechanism,
+            optimizer,
+            public_batch_size=PUBLIC_BATCH_SIZE,
+            **problem.step_options,
         )
         runs = [
             mirrordp.SweepRun(
@@ -250,7 +340,7 @@ def _by_hand(problem: Problem, public: mirrordp.PublicData, epsilon: float, seed
         ]
         private = mirrordp.PrivateData(rows)
         *_, (states, _) = mirrordp.train_sweep(step, start, private, public, runs=runs)
-        return [run_state(states, number).params for number in range(len(some))]
+        return [model_of(run_state(states, number)) for number in range(len(some))]
 
     losses: dict[tuning.Settings, float] = {}
     for clip_norm in {each.l2_clip_norm for each in space}:
@@ -287,7 +377,7 @@ def table_of(found: Sequence[records.Record]) -> str:
     for values_of in sorted({tuple(line[key] for key in keys) for line in found}):
         here = [line for line in found if tuple(line[key] for key in keys) == values_of]
         name, rows, epsilon = values_of
-        measures = (("rmse", ".0f"), ("loss", ".4f"), ("auc", ".4f"), ("accuracy", ".4f"))
+        measures = (("rmse", ".0f"), ("loss", ".4f"), ("auc", ".4f"), ("accuracy", ".2%"))
         for measure, digits in measures:
             by_method = {
                 method: {x["seed"]: x[measure] for x in here if x["method"] == method}
@@ -305,17 +395,24 @@ def table_of(found: Sequence[records.Record]) -> str:
 
 
 def _cell(values: dict[int, float], by_hand: dict[int, float], digits: str, most: int) -> str:
-    """Returns mean, spread, and how much larger it is than by hand on the seeds of both."""
+    """Returns mean, spread, and how much larger it is than by hand on the seeds of both.
+
+    Accuracies are compared in points, other measures as a share.
+    """
     if not values:
         return "not run"
     numbers = list(values.values())
     text = f"{np.mean(numbers):{digits}}"
     if len(numbers) > 1:
-        text += f" ± {np.std(numbers):{digits}}"
+        text += f" ± {np.std(numbers):{digits}}".removesuffix("%")
     notes = [] if len(numbers) == most else [f"{len(numbers)} of {most} seeds"]
     shared = values.keys() & by_hand.keys()
     if shared and values is not by_hand:
-        notes.append(f"{np.mean([values[s] / by_hand[s] - 1 for s in shared]):+.1%}")
+        pairs = [(values[s], by_hand[s]) for s in shared]
+        if digits.endswith("%"):
+            notes.append(f"{100 * np.mean([own - base for own, base in pairs]):+.2f} points")
+        else:
+            notes.append(f"{np.mean([own / base - 1 for own, base in pairs]):+.1%}")
     return f"{text} ({'; '.join(notes)})" if notes else text
 
 
@@ -347,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         if not left:
             continue
-        make = table_problem if name in TABLES else deep_problem
+        make = MAKERS.get(name, table_problem if name in TABLES else deep_problem)
         problem = make(name, arguments.data_root, seed, rows)
         for epsilon, method in left:
             with threadpoolctl.threadpool_limits(1, user_api="blas"), warnings.catch_warnings():

@@ -45,6 +45,7 @@ PUBLIC = PublicData(tools.features(240, seed=1) + 1)
 START = jnp.zeros(3)
 TARGET = {"epsilon": 1.5, "delta": 1e-5}
 SPACE = tuning.grid(learning_rate=[0.4, 1e-3, 2e-3], l2_clip_norm=2.0, batch_size=100, num_steps=6)
+NEARLY_BEST = dataclasses.replace(SPACE[0], learning_rate=0.401)
 
 
 def tune(**options):
@@ -206,13 +207,29 @@ class TestRehearsal:
             assert len(set(np.concatenate([part.arrays[:, 0] for part in parts]))) == 40
 
     def test_progress_counts_rehearsals_and_shows_the_best(self, capsys, monkeypatch):
-        tune(progress=True)
+        tune(progress=True, space=[*SPACE, NEARLY_BEST])
         shown = capsys.readouterr().err.splitlines()
-        assert shown[11].startswith("tune: 12 of 12 rehearsals, best public score ")
+        assert shown[3].startswith("tune: 4 of 16 rehearsals, best public score ")
+        # The best and the one beside it, three more times.
+        assert shown[9].startswith("tune: 10 of 10 rehearsals, best public score ")
         assert shown[-1] == "tune: private run: step 6 of 6, epsilon 1.5 in all"
         monkeypatch.setattr("sys.stderr", Terminal())
         tune(progress=True)
         assert "100%|" in sys.stderr.getvalue()
+
+    def test_those_far_behind_are_rehearsed_once(self, monkeypatch):
+        space = [SPACE[1], NEARLY_BEST, SPACE[0], SPACE[2]]
+        early = tune(space=space).rehearsal
+        monkeypatch.setattr("mirrordp.tuning.rehearsal._FAR_BEHIND", 1e9)
+        late = tune(space=space).rehearsal
+        # The two that were close have the same scores; the others are behind by about as much.
+        assert early.settings == late.settings
+        assert set(early.settings[:2]) == {SPACE[0], NEARLY_BEST}
+        assert early.scores[:2] == late.scores[:2]
+        for place in (2, 3):
+            assert early.differences[place] != late.differences[place]
+            assert early.differences[place] == pytest.approx(late.differences[place], rel=0.3)
+            assert early.differences[place] > 4 * early.standard_errors[place]
 
     def test_says_how_sure_it_is(self):
         nearly = tuning.grid(
@@ -235,7 +252,7 @@ class TestRehearsal:
         runs, rows = 4, 50
         draws = [rng.normal(size=(runs, rows)) + rng.normal(size=(runs, 1)) for _ in range(400)]
         spread = np.std([draw.mean() for draw in draws])
-        stated = np.mean([_standard_error([draw], [1.0]) for draw in draws])
+        stated = np.mean([_standard_error([[own] for own in draw], [1.0]) for draw in draws])
         assert 0.85 * spread < stated < 1.15 * spread
 
     def test_says_when_public_rows_are_too_few(self):

@@ -169,13 +169,13 @@ def _totals(network: models.Network, params, rows: jax.Array) -> jax.Array:
     return jax.lax.map(one, rows, batch_size=512)
 
 
-def evaluate(task: Task, params, rows: np.ndarray) -> dict[str, float | None]:
+def evaluate(network: models.Network, params, rows: np.ndarray) -> dict[str, float | None]:
     """Returns accuracy on known words, and perplexity over all targets and over such words.
 
     Special tokens (padding, begin, end, unknown) never count as right or wrong; perplexity counts
     end and unknown, which a model must predict to be a distribution over sentences.
     """
-    sums = np.asarray(_totals(task.network, params, rows), np.float64).sum(axis=0)
+    sums = np.asarray(_totals(network, params, rows), np.float64).sum(axis=0)
     right, words, word_loss, loss, targets = sums
     metrics = {
         "accuracy": right / words,
@@ -304,7 +304,9 @@ def run(task: Task, job: Job) -> records.Record:
         curve, seconds = notes["curve"], notes["seconds"]
         print(f"  goes on after round {int(state.step)}", file=sys.stderr, flush=True)
     elif job.stage == "final":
-        curve.append({"round": 0, "seconds": 0.0} | evaluate(task, start, task.prepared.test))
+        curve.append(
+            {"round": 0, "seconds": 0.0} | evaluate(task.network, start, task.prepared.test)
+        )
     # A curve of the final runs; the others are judged at their end.
     parts = range(1, 11) if job.stage == "final" else ()
     evaluations = {round(job.rounds * part / 10) for part in parts} - {0}
@@ -328,7 +330,7 @@ def run(task: Task, job: Job) -> records.Record:
         if any(done < number <= info.step for number in evaluations):
             curve.append(
                 {"round": info.step, "seconds": round(now, 1)}
-                | evaluate(task, state.params, task.prepared.test)
+                | evaluate(task.network, state.params, task.prepared.test)
             )
         done = info.step
         if clock() > task.deadline and info.step < job.rounds:
@@ -338,8 +340,8 @@ def run(task: Task, job: Job) -> records.Record:
     guarantee = _guarantee(made, job.rounds)
     path.unlink(missing_ok=True)
     return {
-        "metrics": evaluate(task, state.params, task.prepared.test),
-        "validation": evaluate(task, state.params, task.prepared.validation),
+        "metrics": evaluate(task.network, state.params, task.prepared.test),
+        "validation": evaluate(task.network, state.params, task.prepared.validation),
         "curve": curve,
         "epsilon": guarantee.epsilon if np.isfinite(guarantee.epsilon) else None,
         "delta": DELTA,

@@ -25,7 +25,8 @@ that is stopped early, that term is ρ (H − P)/2, and the loss of the real run
 Candidates are compared by it, with ρ = ½. Without it, those that learn fast or long would be
 punished for overfitting that the real run does not have.
 
-The roles go round: in each repetition other rows judge and other rows play.
+The roles go round: in each repetition other rows judge and other rows play. Candidates that the
+first repetition finds far behind are not rehearsed again; if one is left, it is the best.
 """
 
 import dataclasses
@@ -52,6 +53,10 @@ _FEW_JUDGES = 50
 _PLAY_PUBLIC = 0.5
 # ρ of the module's docstring.
 _SHRINKAGE = 0.5
+# In standard errors. The first repetition cannot tell how much repetitions differ.
+_FAR_BEHIND = 4.0
+# Of a candidate, in each repetition: the scores of rows that judge, and of those that were played.
+_Scores = list[list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +131,7 @@ def rehearse(
         candidates: the settings to compare.
         mechanism_of: the mechanism of the real run with given settings.
         score: how a model is judged.
-        repetitions: how often each candidate is rehearsed.
+        repetitions: how often a candidate is rehearsed that is not far behind.
         show: tells the operator how far it is.
     """
     _validate.positive_integer(repetitions=repetitions)
@@ -140,22 +145,31 @@ def rehearse(
     real = [mechanism_of(settings) for settings in candidates]
     num_rows = _shares(len(public), score, has_public_role=makings.uses_public(candidates))
     weights = _weights(num_rows[0], len(makings.private), score)
-    total, best = repetitions * len(candidates), -math.inf
-    found = []
+    found: list[_Scores] = [[] for _ in candidates]
+    left, best, before = range(len(candidates)), -math.inf, 0
     for repetition in range(repetitions):
         parts = _dealt(public, num_rows, score, turn=repetition / repetitions)
+        total = before + (repetitions - repetition) * len(left)
 
-        def seen(scores: np.ndarray, done: int, before: int = repetition * len(candidates)):
+        def seen(scores: np.ndarray, done: int, before: int = before, total: int = total):
             nonlocal best
             best, done = max(best, float(scores.mean())), before + done
             text = f"{done} of {total} rehearsals, best public score {best:.4g}, epsilon 0 so far"
             show(text, done=done, total=total)
 
-        found.append(
-            _rehearsed(makings, candidates, real, parts, weights, score_fn, repetition, seen)
-        )
-    scores = [np.asarray(each) for each in zip(*found, strict=True)]
-    return _judged(candidates, real, scores, weights, num_rows)
+        scores = _rehearsed(
+            makings, [candidates[number] for number in left], [real[number] for number in left],
+            parts, weights, score_fn, repetition, seen,
+        )  # fmt: skip
+        for number, own in zip(left, scores, strict=True):
+            found[number].append(own)
+        before += len(left)
+        if repetition == 0:
+            _, differences, errors = _compared(found, weights)
+            left = [n for n in left if differences[n] <= _FAR_BEHIND * errors[n]]
+        if len(left) == 1:
+            break
+    return _judged(candidates, real, found, weights, num_rows)
 
 
 def _weights(num_played: int, num_private: int, score: PublicScore) -> list[float]:
@@ -207,8 +221,8 @@ def _rehearsed(
     score_fn: Callable,
     repetition: int,
     seen: Callable[[np.ndarray, int], None],
-) -> list[np.ndarray]:
-    """Returns all scores, [candidates, rows], for each kind of rows that has a weight."""
+) -> _Scores:
+    """Returns the scores of each candidate, for each kind of rows that has a weight."""
     played, others, judges = parts
     scored = (judges, played)[: len(weights)]
     params = makings.begin(others)
@@ -233,8 +247,7 @@ def _rehearsed(
             for number, model in zip(numbers, models, strict=True):
                 found[number] = [scores_of(model, part.arrays) for part in scored]
                 seen(found[number][0], len(found))
-    every = [found[number] for number in range(len(trials))]
-    return [np.stack(of_kind) for of_kind in zip(*every, strict=True)]
+    return [found[number] for number in range(len(trials))]
 
 
 def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
@@ -256,50 +269,73 @@ def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
 def _judged(
     candidates: Sequence[Settings],
     real: Sequence[Mechanism],
-    scores: Sequence[np.ndarray],
+    found: Sequence[_Scores],
     weights: Sequence[float],
     num_rows: tuple[int, int, int],
 ) -> Rehearsal:
-    """Orders the candidates by weighted means of scores, [repetitions, candidates, rows] each."""
-    means = sum(
-        weight * each.mean(axis=(0, 2)) for weight, each in zip(weights, scores, strict=True)
-    )
-    assert isinstance(means, np.ndarray)
-    if not np.isfinite(means.max()):
-        raise ValueError(
-            "every candidate of the rehearsal diverged: no score was finite. Use smaller learning "
-            "rates."
-        )
-    order = np.argsort(-means, kind="stable")
-    errors = [
-        _standard_error([each[:, order[0]] - each[:, number] for each in scores], weights)
-        if np.isfinite(means[number])
-        else 0.0
-        for number in order
-    ]
-    differences = means[order[0]] - means[order]
+    """Orders the candidates by how far they are behind the best one."""
+    best, differences, errors = _compared(found, weights)
+    # Those that were left out early come after those that were not.
+    order = sorted(range(len(found)), key=lambda n: (-len(found[n]), differences[n]))
     largest = max(mechanism.sampling.expected_batch_size for mechanism in real)
     rehearsal = Rehearsal(
         settings=tuple(candidates[number] for number in order),
-        scores=tuple(map(float, means[order])),
-        differences=tuple(map(float, differences)),
-        standard_errors=tuple(errors),
+        scores=tuple(best - differences[number] for number in order),
+        differences=tuple(differences[number] for number in order),
+        standard_errors=tuple(errors[number] for number in order),
         num_rows=num_rows,
         remarks=(),
     )
     return dataclasses.replace(rehearsal, remarks=_remarks(rehearsal, largest))
 
 
-def _standard_error(differences: Sequence[np.ndarray], weights: Sequence[float]) -> float:
-    """Returns the standard error of a weighted mean of differences, [repetitions, rows] each."""
-    over_rows, means = 0.0, 0.0
-    for weight, each in zip(weights, differences, strict=True):
-        repetitions, rows = each.shape
-        variance = each.var(axis=1, ddof=1 if rows > 1 else 0).mean()
-        over_rows += weight**2 * variance / (repetitions * rows)
-        means = means + weight * each.mean(axis=1)
-    over_runs = np.var(means, ddof=1) / np.size(means) if np.size(means) > 1 else 0.0
-    return math.sqrt(over_rows + over_runs)
+def _compared(
+    found: Sequence[_Scores], weights: Sequence[float]
+) -> tuple[float, list[float], list[float]]:
+    """Returns the best mean score, and how far each candidate is behind with a standard error.
+
+    Candidates are compared on the repetitions that they have had; the best has had all of them.
+    """
+    most = max(map(len, found))
+    means = [
+        float(np.mean([_weighted(each, weights) for each in own])) if len(own) == most else -np.inf
+        for own in found
+    ]
+    best = int(np.argmax(means))
+    if not np.isfinite(means[best]):
+        raise ValueError(
+            "every candidate of the rehearsal diverged: no score was finite. Use smaller learning "
+            "rates."
+        )
+    differences, errors = [], []
+    for own in found:
+        pairs = list(zip(found[best], own, strict=False))
+        if not all(np.isfinite(each).all() for _, scores in pairs for each in scores):
+            differences.append(math.inf)
+            errors.append(0.0)
+            continue
+        ahead = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        differences.append(float(np.mean([_weighted(each, weights) for each in ahead])))
+        errors.append(_standard_error(ahead, weights))
+    return means[best], differences, errors
+
+
+def _weighted(scores: Sequence[np.ndarray], weights: Sequence[float]) -> float:
+    """Returns the weighted mean over the rows of one repetition."""
+    return sum(weight * float(each.mean()) for weight, each in zip(weights, scores, strict=True))
+
+
+def _standard_error(differences: _Scores, weights: Sequence[float]) -> float:
+    """Returns the standard error of a weighted mean of differences over rows and repetitions."""
+    count = len(differences)
+    over_rows = sum(
+        weight**2 * each.var(ddof=1 if len(each) > 1 else 0) / len(each)
+        for own in differences
+        for weight, each in zip(weights, own, strict=True)
+    )
+    means = [_weighted(own, weights) for own in differences]
+    over_runs = np.var(means, ddof=1) / count if count > 1 else 0.0
+    return math.sqrt(over_rows / count**2 + over_runs)
 
 
 def _remarks(rehearsal: Rehearsal, largest_batch: float) -> tuple[str, ...]:

@@ -83,8 +83,8 @@ class Free:
 
     Args:
         score: how a model is judged.
-        repetitions: how often each candidate is rehearsed, each time with other public rows in each
-            role.
+        repetitions: how often a candidate is rehearsed, each time with other public rows in each
+            role; those that are far behind after the first time are left out.
     """
 
     score: PublicScore = dataclasses.field(default_factory=PublicScore)

@@ -1,11 +1,16 @@
 """`python -m experiments tuning`."""
 
+import functools
+from types import SimpleNamespace
+
+import jax
 import numpy as np
 import pytest
 
 from experiments import datasets, models, tuned
 from experiments.datasets.prepared import Prepared
 from experiments.deep import tasks
+from experiments.stackoverflow import data as users
 from mirrordp import tuning
 
 
@@ -47,8 +52,7 @@ def tiny_images(monkeypatch):
     monkeypatch.setattr(datasets, "prepare", lambda name, root, **options: prepared)
     task = tasks.with_network("emnist", models.emnist_cnn((2, 2), 4))
     monkeypatch.setattr(tasks, "task", lambda name: task)
-    monkeypatch.setitem(tuned.DEEP, "emnist", tuned.Deep(1e-6, 500, 1, (0.1, 0.2)))
-    monkeypatch.setattr(tuned, "DEEP_ALPHAS", (1.0,))
+    monkeypatch.setitem(tuned.DEEP, "emnist", tuned.Deep(1e-6, 500, 1, (0.1, 0.2), (1.0,), (1.0,)))
 
 
 def test_images_are_run_and_what_is_done_is_not_repeated(tiny_images, tmp_path, capsys):
@@ -88,3 +92,30 @@ def test_table_says_what_was_not_run():
     assert loss.startswith(start.format("loss") + by_hand + free)
     by_hand, free = " 0.8500 ± 0.0500 |", " 0.6000 (1 of 2 seeds; -25.0%) | not run |"
     assert auc.startswith(start.format("auc") + by_hand + free)
+
+
+def test_users_are_rows_and_a_mean_over_their_sentences_is_the_loss(monkeypatch, tmp_path):
+    folder = tmp_path / "stackexchange"
+    folder.mkdir()
+    lines = [f"u{user}\tword{user % 5} is here\n" * (1 + user % 20) for user in range(200)]
+    (folder / "users.tsv").write_text("".join(lines))
+    tiny = functools.partial(models.stackoverflow_lstm, 40, 3, 4)
+    monkeypatch.setattr(models, "stackoverflow_lstm", tiny)
+    monkeypatch.setattr(tuned.mirrordp, "warm_start", _no_training)
+    problem = tuned.users_problem("stackoverflow", tmp_path, 0, 50)
+    network = tiny(pad=users.PAD)
+    params = network.init(jax.random.key(0))
+    counts = (problem.private != users.PAD).any(axis=2).sum(axis=1)
+    assert counts.max() == tuned.SENTENCES_PER_USER
+    assert counts.min() < tuned.SENTENCES_PER_USER
+    for row, count in zip(problem.private[:5], counts, strict=False):
+        mean = np.mean([network.loss(params, sentence) for sentence in row[:count]])
+        np.testing.assert_allclose(problem.loss(params, row), mean, rtol=1e-5)
+    assert problem.loss(params, np.zeros_like(problem.private[0])) == 0
+    found = tuned.run(problem, "start", 8.0, 0)
+    assert 0 < found["loss"] < 10
+    assert found["private_rows"] == 50
+
+
+def _no_training(loss_fn, params, rows, **options):
+    return SimpleNamespace(params=params)
