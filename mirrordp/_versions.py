@@ -11,8 +11,9 @@ def library_versions() -> dict[str, str]:
     import importlib.metadata
     import platform
 
-    found = {}
-    for name in LIBRARIES:
+    # An editable installation keeps the number that it was installed with; ours is in the code.
+    found = {"mirrordp": VERSION}
+    for name in LIBRARIES[1:]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found | {"python": platform.python_version()}

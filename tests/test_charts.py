@@ -312,3 +312,9 @@ def test_optimisers_of_public_sizes_and_momentum():
         change, state = optimizer.update(START, state, START, public_grad=grad)
     mean = 0.1 * ravel_pytree(public[1])[0] + 0.09 * ravel_pytree(public[0])[0]
     np.testing.assert_allclose(ravel_pytree(change)[0], -(FLAT + 0.5 * mean), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(np.nan, "finite gradients"), (0.0, "not all zero")])
+def test_a_kronecker_map_needs_public_gradients(factor, said):
+    with pytest.raises(ValueError, match=said):
+        KroneckerMap.from_public(lambda p, row: factor * loss(p, row), START, PUBLIC, damping=1.0)

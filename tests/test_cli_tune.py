@@ -1,5 +1,6 @@
 """`mirrordp tune`."""
 
+import errno
 import json
 import re
 import shutil
@@ -110,6 +111,32 @@ def test_paid_search_is_charged_to_the_budget(folder, capsys, extra, said):
     shutil.rmtree(folder / "out")
     assert run(folder, extra + SPACE) == 2
     assert "budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["free", "paid"])
+def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeypatch, way):
+    with np.load(folder / "private.npz") as rows:
+        private = mirrordp.PrivateData(dict(rows))
+    Budget.create(folder / "budget", epsilon=3.0, delta=1e-4, data=private).close()
+    extra = f'budget = "budget"\ncheckpoint = "secret"\nway = "{way}"\n' + SPACE
+
+    def full(result, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def used():
+        with Budget.open(folder / "budget") as budget:
+            return budget.status.used
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mirrordp.cli.tune._write", full)
+        assert run(folder, extra) == 2
+    charged = used()
+    assert charged > 0
+    assert (folder / "secret" / "secret.key").exists()
+    assert run(folder, extra) == 0
+    assert used() == charged
+    assert (folder / "out" / "model.npz").exists()
+    assert not (folder / "secret" / "secret.key").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import optax
 import pandas
 import pytest
 from joblib import _parallel_backends
+from scipy.sparse import csr_array
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -32,6 +33,7 @@ from mirrordp.linear.estimators import (
     PrivatePoissonRegressor,
 )
 from mirrordp.mirror.families import LOGISTIC, MULTINOMIAL, POISSON, SQUARED_ERROR
+from mirrordp.training.checkpoint import CheckpointError
 from tests import remembered
 
 # Most tests fit twice to compare; TestRepeatedFits is about what is then said.
@@ -1353,3 +1355,32 @@ def test_scaled_rows_and_their_norms_take_no_second_copy(monkeypatch):
     np.testing.assert_allclose(rows.features, whole.features, rtol=0, atol=1e-12)
     np.testing.assert_allclose(norms, whole.norms, rtol=1e-12)
     assert peak < 1.5 * x.nbytes
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_fit_is_not_resumed_with_other_public_rows(tmp_path, is_sparse):
+    """Shifted by a whole number, they give the same start: only the private sum would differ."""
+    rng = np.random.default_rng(0)
+    half = rng.integers(1, 9, size=(64, 4))
+    public = np.vstack([10 + half, 10 - half]).astype(float)
+    public_targets = public.sum(axis=1) + rng.normal(size=128)
+    rows = (rng.random((500, 4)) < 0.5) * rng.integers(1, 20, size=(500, 4)).astype(float)
+    targets = rows.sum(axis=1) + rng.normal(size=500)
+    ledger = mirrordp.FileLedger.create(tmp_path / "ledger", mirrordp.Adjacency.ZERO_OUT)
+
+    def fit(public, *, resume):
+        model = PrivateLinearRegression(
+            epsilon=0.1, delta=1e-5, num_steps=1, l2_clip_norm=1.0, learning_rate=1.0
+        )
+        return model.fit(
+            csr_array(rows) if is_sparse else rows, targets,
+            X_public=public, y_public=public_targets, spend=ledger,
+            checkpoint=mirrordp.Checkpoint(tmp_path / "secret", resume=resume, keep=True),
+        )  # fmt: skip
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = fit(public, resume=False)
+        np.testing.assert_array_equal(fit(public, resume=True).coef_, first.coef_)
+        with pytest.raises(CheckpointError, match=r"differs in: .*public rows"):
+            fit(public + 64, resume=True)

@@ -503,6 +503,39 @@ def write_parquet(path, **columns):
     return path
 
 
+def test_times_of_parquet_are_seconds_whatever_their_unit(tmp_path):
+    import pyarrow as arrow
+
+    times = [22603, None, 0]
+    columns = {
+        f"t{unit}": arrow.array([t and t * each + part for t in times], kind)
+        for unit, each, part, kind in (
+            ("s", 1, 0, arrow.time32("s")),
+            ("ms", 10**3, 1, arrow.time32("ms")),
+            ("us", 10**6, 1, arrow.time64("us")),
+            ("ns", 10**9, 1, arrow.time64("ns")),
+        )
+    }
+    columns["beyond"] = arrow.array([10**6 * 90_000] * 3).cast(arrow.time64("us"))
+    (table,) = read_batches(write_parquet(tmp_path / "t.parquet", **columns))
+    for name in ("ts", "tms", "tus", "tns"):
+        found = table.columns[name]
+        np.testing.assert_allclose(found, [22603, np.nan, 0], atol=2e-3)
+    assert table.columns["tns"][0] == pytest.approx(22603 + 1e-9, abs=1e-11)
+    assert (table.columns["beyond"] == 90_000).all()
+
+
+def test_a_cell_of_parquet_that_is_no_text_ends_nothing(tmp_path):
+    import pyarrow as arrow
+
+    for kind in (arrow.string(), arrow.large_string()):
+        binary = arrow.large_binary() if kind == arrow.large_string() else arrow.binary()
+        cells = arrow.array([b"good", b"b\xffd", None], binary)
+        texts = arrow.Array.from_buffers(kind, 3, cells.buffers())
+        (table,) = read_batches(write_parquet(tmp_path / "t.parquet", a=texts, x=[1, 2, 3]))
+        assert table.columns["a"] == ("good", "b\ufffdd", "")
+
+
 def test_parquet_columns_without_a_meaning_are_left_out(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", a=[[1, 2], [3]], x=[1, 2], y=[1, 2])
     public = read_table(path)

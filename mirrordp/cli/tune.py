@@ -60,13 +60,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
         check_new_folder(arguments.out)
         folder = path.resolve().parent
+        options: dict[str, Any] = {}
         with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
             found = _Names(folder)
-            options: dict[str, Any] = {}
             if "budget" in config:
                 options["spend"] = stack.enter_context(Budget.open(folder / config["budget"]))
             if "checkpoint" in config:
-                options["checkpoint"] = Checkpoint(folder / config["checkpoint"], resume=True)
+                # Kept until the model is on disk: only then is there nothing left to go on with.
+                options["checkpoint"] = Checkpoint(
+                    folder / config["checkpoint"], resume=True, keep=True
+                )
             if "space" in config:
                 options["space"] = mirrordp.tuning.grid(**config["space"])
             if "optimizer" in config:
@@ -87,6 +90,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 **config.get("step", {}),
             )
         _write(result, Path(arguments.out))
+        if "checkpoint" in options:
+            options["checkpoint"].remove()
     settings = None if result.settings is None else result.settings.to_dict()
     if arguments.json:
         print_json({"settings": settings, "score": result.score, "report": result.report.to_dict()})

@@ -113,6 +113,11 @@ class _Problem:
         )
 
 
+def _parts(matrix: Any) -> Any:
+    """Returns the arrays of a sparse matrix; what else there is stays as it is."""
+    return (matrix.data, matrix.indices, matrix.indptr) if issparse(matrix) else matrix
+
+
 def _product(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
     if one is None or other is None:
         return other if one is None else one
@@ -278,7 +283,10 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             if not isinstance(spend, Budget):
                 together = self._count(mechanism, delta, X.shape)
             rows = self._rows(plan, X, problem)
-            found = self._run(plan, problem.family, rows, mechanism, seed, spend, checkpoint)
+            public = (X_public, problem.public_targets, problem.public_weights)
+            found = self._run(
+                plan, problem.family, rows, mechanism, seed, spend, checkpoint, public
+            )
         self._keep(problem, plan, found, X_public, mechanism)
         self.n_iter_ = mechanism.num_steps if plan.settings.num_steps else 0
         num_public = 0 if X_public is None else len(X_public)
@@ -475,7 +483,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
 
     def _from_public_rows(self, plan: Any) -> Any:
         """Returns arrays that differ if the private part would compute something else."""
-        return plan.theta
+        scaling = plan.scaling
+        return scaling.shift, scaling.factor, scaling.basis, plan.theta
 
     def _run(
         self,
@@ -486,6 +495,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         seed: int | None,
         spend: Ledger | Budget | None,
         checkpoint: Checkpoint | None,
+        public: Any,
     ) -> Any:
         """Runs the private part once its randomness is on disk and all of it is charged.
 
@@ -500,16 +510,16 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             counts = () if rows.counts is None else rows.counts
             weights = () if rows.weights is None else (rows.weights,)
             features: Any = rows.matrix if isinstance(rows, SparseRows) else rows.features
-            if issparse(features):
-                features = (features.data, features.indices, features.indptr)
+            # All of the public rows as well: what was made of them may be the same by chance.
+            made = (*map(_parts, public), self._from_public_rows(plan))
             return {
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},
                 **checkpoints.fields("mechanism", mechanism),
                 **checkpoints.fields("settings", plan.settings),
-                "public rows": _fingerprint.of_arrays(key, self._from_public_rows(plan)),
+                "public rows": _fingerprint.of_arrays(key, made),
                 "private data": _fingerprint.of_arrays(
-                    key, (features, rows.targets, counts, *weights)
+                    key, (_parts(features), rows.targets, counts, *weights)
                 ),
             }
 

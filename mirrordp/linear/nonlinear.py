@@ -306,7 +306,7 @@ class _Networks(_Nonlinear):
         one_step = self._one_step(shape[0], delta)
         return _PrivateLinearModel._count(self, one_step, delta, shape)
 
-    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint) -> NetworkScorer:
+    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint, public) -> NetworkScorer:
         if isinstance(spend, Budget):
             spend.require_data()
         return _network.train_privately(
@@ -593,8 +593,8 @@ class _Auto(_Nonlinear):
     def _learn(self, plan, family, rows, mechanism, key) -> Any:
         return self._kind._learn(self, plan, family, rows, mechanism, key)
 
-    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint) -> Any:
-        return self._kind._run(self, plan, family, rows, mechanism, seed, spend, checkpoint)
+    def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint, public) -> Any:
+        return self._kind._run(self, plan, family, rows, mechanism, seed, spend, checkpoint, public)
 
     def _keep(self, problem, plan, found, x_public, mechanism) -> None:
         self._kind._keep(self, problem, plan, found, x_public, mechanism)

@@ -102,6 +102,11 @@ class KroneckerMap:
         factors = _public_factors(
             loss_fn, chosen, shapes, largest_side, params, public.arrays, jax.random.key(seed)
         )
+        if not all(np.isfinite(side).all() for side in jax.tree.leaves(factors)):
+            raise ValueError(
+                "the public rows need finite gradients, got some that are not. Begin elsewhere, or "
+                "look for the NaN in the loss."
+            )
         left, right, curvature = [], [], []
         for pair in factors:
             (rows, u), (columns, v) = (_eigen(np.asarray(side, np.float64)) for side in pair)
@@ -114,8 +119,8 @@ class KroneckerMap:
         mean = values.mean()
         if not np.isfinite(mean) or mean == 0:
             raise ValueError(
-                "the public rows need finite gradients that are not all zero, got a mean squared "
-                f"gradient of {mean:g}. Begin elsewhere, or look for the NaN in the loss."
+                "the public rows need gradients that are not all zero, got a mean squared gradient "
+                f"of {mean:g}. Begin elsewhere."
             )
         return cls(
             tuple(left),

@@ -113,8 +113,8 @@ def numpy_source(model: TableModel) -> str:
     columns = "".join(f"    {column!r},\n" for column in model.encoding.columns)
     scorer = json.dumps(model.scorer.to_dict(), allow_nan=False)
     learned = [
-        f"# The model: {model.task} of {listed(names)}, from mirrordp {VERSION}.",
-        f"# {_promise(model)}",
+        _comment(f"The model: {model.task} of {listed(names)}, from mirrordp {VERSION}."),
+        _comment(_promise(model)),
         f"COLUMNS = (\n{columns})",
         f"TARGETS = {names!r}",
         f"CLASSES = {classes!r}",
@@ -130,6 +130,11 @@ def _promise(model: TableModel) -> str:
     if None in stated:
         return "It states no privacy guarantee."
     return "Privacy: epsilon {:.6g}, delta {:.6g}, adjacency {}, unit {}.".format(*stated)
+
+
+def _comment(text: str) -> str:
+    # The file of a model may come from anywhere: what it says must not become a line of code.
+    return f"# {' '.join(text.split())}"
 
 
 def _copied(module: str, done: set[str]) -> list[str]:

@@ -305,11 +305,27 @@ def _parquet_cells(column: Any) -> Cells | None:
     if types.is_integer(kind) or types.is_floating(kind):
         return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
     if types.is_string(kind) or types.is_large_string(kind):
-        return tuple("" if value is None else value for value in column.to_pylist())
+        return tuple("" if value is None else value for value in _texts(column))
+    if types.is_time(kind):
+        # As whole numbers: neither nanoseconds nor times beyond a day are times in Python.
+        whole = column.cast(arrow.int32() if types.is_time32(kind) else arrow.int64())
+        units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
+        return whole.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False) / units
     if types.is_temporal(kind):
         # Arrow counts a time with a zone in UTC.
         return temporal_cells(column.to_numpy(zero_copy_only=False))
     return None
+
+
+def _texts(column: Any) -> list[str | None]:
+    arrow, _ = _pyarrow()
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        # A cell of one row must not end a fit.
+        is_large = arrow.types.is_large_string(column.type)
+        cells = column.cast(arrow.large_binary() if is_large else arrow.binary()).to_pylist()
+        return [None if cell is None else cell.decode(errors="replace") for cell in cells]
 
 
 def temporal_cells(values: np.ndarray) -> Cells:
