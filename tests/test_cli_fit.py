@@ -489,6 +489,7 @@ def test_no_mechanism_is_made_for_files_that_do_not_fit(capsys, files, monkeypat
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_text(""), "got something else"),
         (lambda path: path.write_text("[1, 2]"), "got something else"),
+        (lambda path: path.write_text("[" * 100_000), "got something else"),
         (lambda path: path.write_bytes(b"\x80\x04\x95pickle"), "got something else"),
         (lambda path: path.write_text(path.read_text()[:-100]), "got something else"),
         (
@@ -500,7 +501,7 @@ def test_no_mechanism_is_made_for_files_that_do_not_fit(capsys, files, monkeypat
             "changed or missing parts",
         ),
     ],
-    ids=["gone", "empty", "other JSON", "pickle", "cut", "version", "changed"],
+    ids=["gone", "empty", "other JSON", "deep JSON", "pickle", "cut", "version", "changed"],
 )
 def test_predict_refuses_other_model_files(capsys, fitted, tmp_path, change, words):
     folder = tmp_path / "model"

@@ -210,7 +210,7 @@ class TableModel:
         """
         try:
             content = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise TableError(
