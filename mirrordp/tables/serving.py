@@ -52,7 +52,7 @@ class Limits:
     Attributes:
         max_bytes: the largest body in bytes.
         max_rows: the largest number of rows.
-        seconds: the longest time for a request, its arrival included.
+        seconds: the longest time for a request from the end of its headers on.
     """
 
     max_bytes: int = 1_000_000
