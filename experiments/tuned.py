@@ -66,6 +66,16 @@ class Deep:
     alphas: tuple[float, ...] = (0.85, 1.0)
     largest_loss: float = 3.0
 
+    def space(self, num_private: int) -> list[tuning.Settings]:
+        """Returns the candidates."""
+        return tuning.grid(
+            learning_rate=self.rates,
+            l2_clip_norm=self.clip_norms,
+            batch_size=self.batch_size,
+            num_steps=int(self.epochs * num_private // self.batch_size),
+            alpha=self.alphas,
+        )
+
 
 DEEP = {
     "cifar10": Deep(1e-5, 1000, 6.25, (0.025, 0.1, 0.4, 1.6)),
@@ -182,13 +192,6 @@ def deep_problem(name: str, folder: Path, seed: int, most_rows: int | None = Non
         found = tasks.evaluate(task, stacked, test, batch_size=500)
         return {key: float(value[0]) for key, value in found.items()}
 
-    space = tuning.grid(
-        learning_rate=chosen.rates,
-        l2_clip_norm=chosen.clip_norms,
-        batch_size=chosen.batch_size,
-        num_steps=int(chosen.epochs * len(jax.tree.leaves(private)[0]) // chosen.batch_size),
-        alpha=chosen.alphas,
-    )
     options = {
         "public_loss_fn": task.augmented_loss,
         "average": mirrordp.ExponentialAverage(0.99),
@@ -196,7 +199,8 @@ def deep_problem(name: str, folder: Path, seed: int, most_rows: int | None = Non
     return Problem(
         task.network.loss,
         _once_for_equal_rows(lambda rows: public_start(name, cold, rows, seed=seed)),
-        private, prepared.public, space, measures, chosen.delta, chosen.largest_loss, options,
+        private, prepared.public, chosen.space(len(jax.tree.leaves(private)[0])), measures,
+        chosen.delta, chosen.largest_loss, options,
     )  # fmt: skip
 
 
@@ -231,16 +235,10 @@ def users_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
             "accuracy": accuracy or 0.0,
         }
 
-    space = tuning.grid(
-        learning_rate=chosen.rates,
-        l2_clip_norm=chosen.clip_norms,
-        batch_size=chosen.batch_size,
-        num_steps=int(chosen.epochs * len(private) // chosen.batch_size),
-        alpha=chosen.alphas,
-    )
     return Problem(
-        loss, _once_for_equal_rows(start), private, _sentences(prepared.public), space, measures,
-        chosen.delta, chosen.largest_loss, {"average": mirrordp.ExponentialAverage(0.99)},
+        loss, _once_for_equal_rows(start), private, _sentences(prepared.public),
+        chosen.space(len(private)), measures, chosen.delta, chosen.largest_loss,
+        {"average": mirrordp.ExponentialAverage(0.99)},
     )  # fmt: skip
 
 
