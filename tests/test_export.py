@@ -152,7 +152,7 @@ def test_nothing_in_a_model_becomes_code(tmp_path):
     injected = "x.\nINJECTED = 1\r\nINJECTED = 2\x0cINJECTED = 3\n#"
     model = make_model("regression")
     privacy = {"epsilon": 1.0, "delta": 1e-5, "adjacency": injected, "unit": injected}
-    evil = dataclasses.replace(model, privacy=privacy, task=model.task)
+    evil = dataclasses.replace(model, privacy=privacy)
     assert not hasattr(load(export.numpy_source(evil), tmp_path), "INJECTED")
 
 

@@ -275,12 +275,12 @@ def _judged(
 ) -> Rehearsal:
     """Orders the candidates by how far they are behind the best one."""
     best, differences, errors = _compared(found, weights)
-    # Those that were left out early come after those that were not.
-    order = sorted(range(len(found)), key=lambda n: (-len(found[n]), differences[n]))
+    order = sorted(range(len(found)), key=lambda number: (number != best, differences[number]))
+    score = float(np.mean([_weighted(each, weights) for each in found[best]]))
     largest = max(mechanism.sampling.expected_batch_size for mechanism in real)
     rehearsal = Rehearsal(
         settings=tuple(candidates[number] for number in order),
-        scores=tuple(best - differences[number] for number in order),
+        scores=tuple(score - differences[number] for number in order),
         differences=tuple(differences[number] for number in order),
         standard_errors=tuple(errors[number] for number in order),
         num_rows=num_rows,
@@ -291,8 +291,8 @@ def _judged(
 
 def _compared(
     found: Sequence[_Scores], weights: Sequence[float]
-) -> tuple[float, list[float], list[float]]:
-    """Returns the best mean score, and how far each candidate is behind with a standard error.
+) -> tuple[int, list[float], list[float]]:
+    """Returns the number of the best, and how far each one is behind it with a standard error.
 
     Candidates are compared on the repetitions that they have had; the best has had all of them.
     """
@@ -317,7 +317,7 @@ def _compared(
         ahead = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
         differences.append(float(np.mean([_weighted(each, weights) for each in ahead])))
         errors.append(_standard_error(ahead, weights))
-    return means[best], differences, errors
+    return best, differences, errors
 
 
 def _weighted(scores: Sequence[np.ndarray], weights: Sequence[float]) -> float:
