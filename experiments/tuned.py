@@ -50,7 +50,7 @@ METHODS = {
 }
 HIDDEN, BATCH_SIZE, EPOCHS = 64, 512, 20
 LEARNING_RATES, CLIP_NORMS, ALPHAS = (0.01, 0.03, 0.1, 0.3), (2.0, 8.0), (0.5, 1.0)
-PUBLIC_BATCH_SIZE, TOGETHER = 128, 8
+TOGETHER = 8
 Rows = dict[str, np.ndarray]
 
 
@@ -65,6 +65,7 @@ class Deep:
     clip_norms: tuple[float, ...] = (2.0, 8.0)
     alphas: tuple[float, ...] = (0.85, 1.0)
     largest_loss: float = 3.0
+    public_batch_size: int = 128
 
     def space(self, num_private: int) -> list[tuning.Settings]:
         """Returns the candidates."""
@@ -81,9 +82,11 @@ DEEP = {
     "cifar10": Deep(1e-5, 1000, 6.25, (0.025, 0.1, 0.4, 1.6)),
     "emnist": Deep(1e-6, 2000, 10.0, (0.15, 0.5, 1.5, 4.0)),
     "wikitext2": Deep(1e-5, 250, 2.0, (0.4, 1.6, 6.4, 25.0), (0.8,), largest_loss=8.0),
-    "stackoverflow": Deep(1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.3, 1.0), largest_loss=8.0),
+    "stackoverflow": Deep(
+        1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.3, 1.0), largest_loss=8.0, public_batch_size=16
+    ),
 }
-SENTENCES_PER_USER = 16
+SENTENCES_PER_USER, MICROBATCH_SIZE = 16, 25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +102,7 @@ class Problem:
         measured: `measured(params)` returns measures on test rows.
         delta: δ.
         largest_loss: losses beyond count as this much where private rows judge.
+        public_batch_size: public rows in a step.
         step_options: further arguments of `TrainStep`, of all methods.
     """
 
@@ -110,6 +114,7 @@ class Problem:
     measured: Callable[[Params], dict[str, float]]
     delta: float
     largest_loss: float = 3.0
+    public_batch_size: int = 128
     step_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -200,7 +205,7 @@ def deep_problem(name: str, folder: Path, seed: int, most_rows: int | None = Non
         task.network.loss,
         _once_for_equal_rows(lambda rows: public_start(name, cold, rows, seed=seed)),
         private, prepared.public, chosen.space(len(jax.tree.leaves(private)[0])), measures,
-        chosen.delta, chosen.largest_loss, options,
+        chosen.delta, chosen.largest_loss, chosen.public_batch_size, options,
     )  # fmt: skip
 
 
@@ -238,7 +243,9 @@ def users_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
     return Problem(
         loss, _once_for_equal_rows(start), private, _sentences(prepared.public),
         chosen.space(len(private)), measures, chosen.delta, chosen.largest_loss,
-        {"average": mirrordp.ExponentialAverage(0.99)},
+        chosen.public_batch_size,
+        # The scores of all words take much memory.
+        {"average": mirrordp.ExponentialAverage(0.99), "microbatch_size": MICROBATCH_SIZE},
     )  # fmt: skip
 
 
@@ -287,7 +294,7 @@ def fit(method: str, problem: Problem, epsilon: float, seed: int):
     found = mirrordp.tune(
         problem.loss, problem.start, mirrordp.PrivateData(problem.private), public,
         epsilon=epsilon, delta=problem.delta, space=None if method == "none" else problem.space,
-        way=ways[method], seed=seed, public_batch_size=PUBLIC_BATCH_SIZE, together=TOGETHER,
+        way=ways[method], seed=seed, public_batch_size=problem.public_batch_size, together=TOGETHER,
         **problem.step_options,
     )  # fmt: skip
     assert found.report.epsilon <= epsilon
@@ -327,7 +334,7 @@ def _by_hand(problem: Problem, public: mirrordp.PublicData, epsilon: float, seed
             problem.loss,
             mechanism,
             optimizer,
-            public_batch_size=PUBLIC_BATCH_SIZE,
+            public_batch_size=problem.public_batch_size,
             **problem.step_options,
         )
         runs = [
@@ -352,7 +359,7 @@ def _by_hand(problem: Problem, public: mirrordp.PublicData, epsilon: float, seed
 
 
 def _mean_loss(loss: LossFn, params: Params, rows: PyTree) -> float:
-    return float(jax.lax.map(lambda row: loss(params, row), rows, batch_size=500).mean())
+    return float(jax.lax.map(lambda row: loss(params, row), rows, batch_size=100).mean())
 
 
 def run(problem: Problem, method: str, epsilon: float, seed: int) -> records.Record:
