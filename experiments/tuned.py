@@ -83,7 +83,7 @@ DEEP = {
     "emnist": Deep(1e-6, 2000, 10.0, (0.15, 0.5, 1.5, 4.0)),
     "wikitext2": Deep(1e-5, 250, 2.0, (0.4, 1.6, 6.4, 25.0), (0.8,), largest_loss=8.0),
     "stackoverflow": Deep(
-        1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.3, 1.0), largest_loss=8.0, public_batch_size=16
+        1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.5,), largest_loss=8.0, public_batch_size=16
     ),
 }
 SENTENCES_PER_USER, MICROBATCH_SIZE = 16, 25
