@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import mirrordp
-from mirrordp import Budget, Checkpoint, FileLedger, Ledger, PrivateData, PublicData
+from mirrordp import Budget, Checkpoint, FileLedger, Ledger, PrivateData, PublicData, updates
+from mirrordp.mirror import KroneckerMap
 from mirrordp.training import engine
 from mirrordp.training.checkpoint import CheckpointError
 from mirrordp.training.sweep import SweepRun, run_state
@@ -90,6 +91,18 @@ def test_a_sweep_is_its_runs(options):
         np.testing.assert_allclose(
             infos[number].unprivatized.batch_size, info.unprivatized.batch_size
         )
+
+
+@pytest.mark.filterwarnings("error")
+def test_rates_beside_a_mirror_map_leave_the_map_alone():
+    geometry = KroneckerMap.from_public(tools.squared_distance, THETA, PUBLIC, damping=1.0)
+    steps = updates.mirror_descent(geometry, 1.0), optax.scale(-1.0)
+    rated = optax.chain(*steps, optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
+    runs = [SweepRun(seed=1, hyperparams={"learning_rate": rate}) for rate in (0.1, 0.2)]
+    states, _ = last(sweep(runs, optimizer=rated))
+    for number, rate in enumerate((0.1, 0.2)):
+        expected, _ = alone(SweepRun(seed=1), optimizer=updates.mirror_descent(geometry, rate))
+        np.testing.assert_allclose(states.params[number], expected.params, rtol=2e-5)
 
 
 def test_a_sweep_of_one():

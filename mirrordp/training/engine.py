@@ -543,8 +543,12 @@ def _starting_point(
             "Make it with optax.inject_hyperparams, e.g. "
             "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)."
         ) from error
-    like = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), changed, opt_state)
-    return _Start(params, like)
+
+    # A mirror map in the state keeps its float64, which JAX alone would warn of.
+    def as_before(new: Any, old: Any) -> Any:
+        return old if new is old else jnp.asarray(new, old.dtype)
+
+    return _Start(params, jax.tree.map(as_before, changed, opt_state))
 
 
 # The compiled part.
