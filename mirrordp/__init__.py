@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from mirrordp.training.engine import (
         SweepRun as SweepRun,
         TrainOptions as TrainOptions,
-        train as train,
     )
     from mirrordp.training.federated import (
         FederatedStep as FederatedStep,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     )
     from mirrordp.training.progress import with_progress as with_progress
     from mirrordp.training.sweep import train_sweep as train_sweep
+    from mirrordp.tuning.front import train as train
     from mirrordp.tuning.search import tune as tune
     from mirrordp.updates import schedules as schedules
     from mirrordp.updates.averages import (

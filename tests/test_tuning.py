@@ -5,6 +5,7 @@ import errno
 import io
 import math
 import os
+import re
 import sys
 import traceback
 import types
@@ -273,6 +274,35 @@ class TestRehearsal:
         tune(start=start, space=SPACE[:2])
         assert seen == [120, 120, 120, 120, 240]
 
+    def test_the_last_line_of_progress_has_the_score_of_the_best(self, capsys):
+        found = tune(progress=True, space=[*SPACE, NEARLY_BEST]).rehearsal
+        *_, last, _ = capsys.readouterr().err.splitlines()
+        assert f"best public score {found.scores[0]:.4g}," in last
+
+    def test_says_when_the_best_rate_ends_the_list(self):
+        with pytest.warns(UserWarning, match=r"0\.4, is the largest of the list; try larger"):
+            tune()
+        rates = [0.4, 4.0]
+        space = [dataclasses.replace(SPACE[0], learning_rate=rate) for rate in rates]
+        with pytest.warns(UserWarning, match=r"0\.4, is the smallest of the list; try smaller"):
+            tune(space=space)
+        inside = [*space, dataclasses.replace(SPACE[0], learning_rate=1e-3)]
+        assert tune(space=inside).rehearsal.remarks == ()
+
+    @pytest.mark.parametrize("rates", [(3e-4, 1e-3), (300.0, 1000.0)], ids=["up", "down"])
+    def test_a_list_that_is_not_the_callers_goes_on_beyond_its_end(self, rates, monkeypatch):
+        space = [dataclasses.replace(SPACE[0], learning_rate=rate) for rate in rates]
+        monkeypatch.setattr(search_module, "automatic", lambda *_: space)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = tune(space=None)
+            own = tune(space=space)
+        assert 0.1 < found.settings.learning_rate / 0.4 < 10
+        assert own.settings in space
+        assert f"{len(found.rehearsal.settings)} candidates were" in found.report.tuning
+        # Neither more noise nor another cost: only the rate differs.
+        assert found.mechanism == own.mechanism
+
     def test_diverged_candidates_are_last_and_never_all(self):
         wild = tuning.grid(learning_rate=[0.4, 1e30], l2_clip_norm=2.0, batch_size=100, num_steps=6)
         assert tune(space=wild).rehearsal.scores[-1] == -math.inf
@@ -292,6 +322,38 @@ class TestFree:
         step = TrainStep(tools.squared_distance, found.mechanism, tools.sgd(0.4))
         *_, (state, _) = mirrordp.train(step, START, PRIVATE, PUBLIC, seed=5)
         np.testing.assert_array_equal(found.params, state.params)
+
+    def test_shows_its_result_without_the_parameters(self):
+        found = tune()
+        text = repr(found)
+        assert "model: 3 numbers in 1 array" in text
+        assert "settings: learning_rate=0.4" in text
+        # Rounded up as in the report, and nothing of the model.
+        assert re.search(r"epsilon [0-9.]+ at delta 1e-05", text)[0] in repr(found.report)
+        assert "Array" not in text
+
+    @pytest.mark.parametrize("way", [tuning.Free(), tuning.Both()], ids=["free", "both"])
+    def test_a_budget_refuses_before_the_rehearsal(self, way, tmp_path, monkeypatch):
+        def never(*_, **__):
+            raise AssertionError
+
+        monkeypatch.setattr(search_module, "rehearse", never)
+        budget = Budget.create(tmp_path / "budget", epsilon=0.5, delta=1e-5, data=PRIVATE)
+        with pytest.raises(BudgetError, match=r"within the budget of epsilon 0\.5"):
+            tune(way=way, spend=budget, seed=None)
+        enough = Budget.create(tmp_path / "enough", epsilon=3.0, delta=1e-4, data=PRIVATE)
+        with pytest.raises(AssertionError):
+            tune(way=way, spend=enough, seed=None)
+
+    def test_what_was_charged_is_resumed_on_a_full_budget(self, tmp_path):
+        """The early question to the budget must not refuse what has been paid."""
+        budget = Budget.create(tmp_path / "budget", epsilon=2.0, delta=1e-4, data=PRIVATE)
+        checkpoint = mirrordp.Checkpoint(tmp_path / "run", resume=True, keep=True)
+        first = tune(spend=budget, seed=None, checkpoint=checkpoint)
+        again = tune(spend=budget, seed=None, checkpoint=checkpoint)
+        np.testing.assert_array_equal(first.params, again.params)
+        with pytest.raises(BudgetError):
+            tune(spend=budget, seed=None)
 
     def test_secure_noise_is_for_the_private_run(self):
         pytest.importorskip("cryptography")
@@ -323,7 +385,7 @@ class TestPaid:
     def test_is_the_best_of_independent_runs(self, monkeypatch):
         monkeypatch.setattr(NumberOfRuns, "draw", lambda self, rng: 4)
         found = tune(way=PAID, seed=8)
-        call = search_module._Call(*TARGET.values(), 8, None, None, False, print, "")
+        call = search_module.Call(*TARGET.values(), 8)
         makings = search_module.Makings(
             loss_fn=tools.squared_distance, start=START, private=PRIVATE, public=PUBLIC,
             optimizer=optax.sgd, adjacency=Adjacency.ZERO_OUT, noise=mirrordp.GaussianNoise(),
@@ -811,6 +873,35 @@ class TestRules:
         found = tuning.public_alpha(squared_error, jnp.zeros(6), public, mechanism)
         assert found == pytest.approx(w / (w + v / 30), rel=1e-3)
 
+    def test_train_with_a_loss_and_epsilon_alone(self, tmp_path):
+        """It is the private run of `tune`, and charged as that is."""
+        public, private = PublicData(self.rows(400, 1)), PrivateData(self.rows(1500, 2))
+        arguments = squared_error, jnp.zeros(6), private, public
+        tuned = mirrordp.tune(*arguments, epsilon=4.0, delta=1e-5, seed=1)
+        budget = Budget.create(tmp_path / "budget", epsilon=5.0, delta=1e-4, data=private)
+        *_, (state, info) = mirrordp.train(
+            *arguments, epsilon=4.0, delta=1e-5, seed=1, spend=budget
+        )
+        np.testing.assert_array_equal(state.params, tuned.params)
+        assert info.num_steps == tuned.settings.num_steps
+        assert budget.ledger.event == tuned.mechanism.event
+        with pytest.raises(BudgetError):
+            mirrordp.train(*arguments, epsilon=4.0, delta=1e-5, seed=2, spend=budget)
+
+    def test_train_takes_a_step_or_a_loss_with_epsilon(self):
+        step = TrainStep(tools.squared_distance, tools.mechanism(), tools.sgd(0.1))
+        with pytest.raises(ValueError, match="a step has a mechanism"):
+            mirrordp.train(step, START, PRIVATE, epsilon=1.0, delta=1e-5)
+        loss = tools.squared_distance
+        with pytest.raises(ValueError, match="a loss needs epsilon and delta"):
+            mirrordp.train(loss, START, PRIVATE, PUBLIC, epsilon=1.0)
+        with pytest.raises(ValueError, match="all settings are chosen, got alpha"):
+            mirrordp.train(loss, START, PRIVATE, PUBLIC, epsilon=1.0, delta=1e-5, alpha=0.5)
+        with pytest.raises(ValueError, match="got no public rows"):
+            mirrordp.train(loss, START, PRIVATE, epsilon=1.0, delta=1e-5)
+        with pytest.raises(TypeError, match="PrivateData"):
+            mirrordp.train(loss, START, PUBLIC, PUBLIC, epsilon=1.0, delta=1e-5)
+
     def test_no_setting_at_all_is_nearly_as_good_as_the_best_without_noise(self):
         public, private = PublicData(self.rows(400, 1)), PrivateData(self.rows(1500, 2))
         test = self.rows(2000, 3)
@@ -859,7 +950,7 @@ class TestAudit:
             options=mirrordp.TrainOptions(), mesh=None, together=8,
         )  # fmt: skip
         space = tuning.grid(learning_rate=[0.99, 1.0], l2_clip_norm=1.0, batch_size=20, num_steps=1)
-        call = search_module._Call(epsilon, self.DELTA, None, None, None, False, print, "")
+        call = search_module.Call(epsilon, self.DELTA)
         way = tuning.Paid(NumberOfRuns(3))
         plan = search_module._Search.planned(makings, tuple(space), way, call)
         plan = dataclasses.replace(plan, noise_multiplier=noise_factor * plan.noise_multiplier)

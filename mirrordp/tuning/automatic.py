@@ -6,8 +6,12 @@ first learning rate and one of two values of α from `public_learning_rate` and
 
 The rates reach further down than up. For networks, the quadratic near the start says little about
 where a long run ends, and the rule's rate has been ten times too large; one that is too small costs
-less than one that is too large.
+less than one that is too large. Where the first or the last rate is ahead in a rehearsal, the list
+goes on in that direction.
 """
+
+import dataclasses
+from collections.abc import Sequence
 
 from mirrordp.data import PublicData
 from mirrordp.privacy.accounting import Adjacency
@@ -20,6 +24,7 @@ from mirrordp.tuning.settings import Settings, grid
 from mirrordp.types import LossFn, Params, PyTree
 
 _AROUND = (0.03, 0.1, 0.3, 1.0, 3.0)
+_BEYOND = (0.3, 0.1)
 
 
 def automatic_space(
@@ -67,3 +72,23 @@ def automatic_space(
         num_steps=chosen.num_steps,
         alpha=sorted({1.0, round(alpha, 3)} - {0.0}),
     )
+
+
+def further_rates(candidates: Sequence[Settings], best: Settings) -> list[Settings]:
+    """Returns the best candidate with rates beyond the list's, if its own ends the list.
+
+    Args:
+        candidates: all candidates so far.
+        best: the one that is ahead.
+    """
+    rates = [
+        each.learning_rate
+        for each in candidates
+        if dataclasses.replace(each, learning_rate=best.learning_rate) == best
+    ]
+    if best.learning_rate not in (min(rates), max(rates)):
+        return []
+    factors = _BEYOND if best.learning_rate == min(rates) else [1 / each for each in _BEYOND]
+    return [
+        dataclasses.replace(best, learning_rate=factor * best.learning_rate) for factor in factors
+    ]

@@ -14,6 +14,10 @@ class Show(Protocol):
     def __call__(self, text: str, *, done: int = 0, total: int | None = None) -> None: ...  # noqa: D102
 
 
+def nothing_shown(text: str, *, done: int = 0, total: int | None = None) -> None:
+    """Shows nothing."""
+
+
 @contextlib.contextmanager
 def shown_if(asked: bool) -> Iterator[Show]:
     """Yields what shows a line on standard error if it was asked for, and nothing otherwise.
@@ -22,7 +26,7 @@ def shown_if(asked: bool) -> Iterator[Show]:
     Elsewhere each text is a line of its own.
     """
     if not asked:
-        yield lambda text, *, done=0, total=None: None
+        yield nothing_shown
         return
     if not sys.stderr.isatty():
         yield lambda text, *, done=0, total=None: print(

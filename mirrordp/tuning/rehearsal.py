@@ -32,7 +32,7 @@ first repetition finds far behind are not rehearsed again; if one is left, it is
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -55,6 +55,10 @@ _PLAY_PUBLIC = 0.5
 _SHRINKAGE = 0.5
 # In standard errors. The first repetition cannot tell how much repetitions differ.
 _FAR_BEHIND = 4.0
+# How often a list of rates is made longer, by a factor of ten each time.
+_LONGER = 3
+Further = Callable[[Sequence[Settings], Settings], Sequence[Settings]]
+"""Given all candidates and the best one, returns further ones to try."""
 # Of a candidate, in each repetition: the scores of rows that judge, and of those that were played.
 _Scores = list[list[np.ndarray]]
 
@@ -120,6 +124,7 @@ def rehearse(
     score: PublicScore,
     repetitions: int,
     show: Show,
+    further: Further | None = None,
 ) -> Rehearsal:
     """Rehearses every candidate, each repetition with other rows in each role.
 
@@ -133,8 +138,10 @@ def rehearse(
         score: how a model is judged.
         repetitions: how often a candidate is rehearsed that is not far behind.
         show: tells the operator how far it is.
+        further: where the list of candidates is not the caller's, what to try beyond it.
     """
     _validate.positive_integer(repetitions=repetitions)
+    candidates = list(candidates)
     public = makings.public
     if public is None:
         raise ValueError(
@@ -146,30 +153,46 @@ def rehearse(
     num_rows = _shares(len(public), score, has_public_role=makings.uses_public(candidates))
     weights = _weights(num_rows[0], len(makings.private), score)
     found: list[_Scores] = [[] for _ in candidates]
-    left, best, before = range(len(candidates)), -math.inf, 0
-    for repetition in range(repetitions):
-        parts = _dealt(public, num_rows, score, turn=repetition / repetitions)
-        total = before + (repetitions - repetition) * len(left)
+    left, before = list(range(len(candidates))), 0
 
-        def seen(scores: np.ndarray, done: int, before: int = before, total: int = total):
-            nonlocal best
-            best, done = max(best, float(scores.mean())), before + done
-            text = f"{done} of {total} rehearsals, best public score {best:.4g}, epsilon 0 so far"
-            show(text, done=done, total=total)
-
-        scores = _rehearsed(
-            makings, [candidates[number] for number in left], [real[number] for number in left],
-            parts, weights, score_fn, repetition, seen,
+    def take_turn(numbers: Sequence[int], repetition: int) -> None:
+        nonlocal before
+        total = before + (repetitions - repetition) * len(numbers)
+        scored = _rehearsed(
+            makings, [candidates[number] for number in numbers],
+            [real[number] for number in numbers],
+            _dealt(public, num_rows, score, turn=repetition / repetitions),
+            weights, score_fn, repetition,
         )  # fmt: skip
-        for number, own in zip(left, scores, strict=True):
-            found[number].append(own)
-        before += len(left)
+        for place, own in scored:
+            found[numbers[place]].append(own)
+            before += 1
+            best = max(_mean(found[number], weights) for number in left if found[number])
+            text = f"{before} of {total} rehearsals, best public score {best:.4g}, epsilon 0 so far"
+            show(text, done=before, total=total)
+
+    for repetition in range(repetitions):
+        take_turn(left, repetition)
         if repetition == 0:
+            for _ in range(_LONGER if further else 0):
+                assert further is not None
+                more = further(candidates, candidates[_compared(found, weights)[0]])
+                if not more:
+                    break
+                new = range(len(candidates), len(candidates) + len(more))
+                candidates += more
+                real += [mechanism_of(settings) for settings in more]
+                found += [[] for _ in more]
+                left += new
+                take_turn(new, repetition)
             _, differences, errors = _compared(found, weights)
             left = [n for n in left if differences[n] <= _FAR_BEHIND * errors[n]]
         if len(left) == 1:
             break
-    return _judged(candidates, real, found, weights, num_rows)
+    rehearsal = _judged(candidates, found, weights, num_rows)
+    batch_size = max(mechanism.sampling.expected_batch_size for mechanism in real)
+    remarks = _remarks(rehearsal, batch_size, is_own_list=further is None)
+    return dataclasses.replace(rehearsal, remarks=remarks)
 
 
 def _weights(num_played: int, num_private: int, score: PublicScore) -> list[float]:
@@ -220,16 +243,14 @@ def _rehearsed(
     weights: Sequence[float],
     score_fn: Callable,
     repetition: int,
-    seen: Callable[[np.ndarray, int], None],
-) -> _Scores:
-    """Returns the scores of each candidate, for each kind of rows that has a weight."""
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yields the place of each candidate with its scores, for each kind of rows with a weight."""
     played, others, judges = parts
     scored = (judges, played)[: len(weights)]
     params = makings.begin(others)
     check_score(score_fn, params, judges)
     # All candidates have the same batches and noise, as far as they can, for a fair comparison.
     trials = [Trial(settings, seed=repetition) for settings in candidates]
-    found: dict[int, list[np.ndarray]] = {}
 
     def scores_of(model: Params, arrays: PyTree) -> np.ndarray:
         scores = np.asarray(example_scores(score_fn, model, arrays), np.float64)
@@ -245,9 +266,7 @@ def _rehearsed(
                 makings, mechanism, [trials[number] for number in numbers], params, played, others
             )
             for number, model in zip(numbers, models, strict=True):
-                found[number] = [scores_of(model, part.arrays) for part in scored]
-                seen(found[number][0], len(found))
-    return [found[number] for number in range(len(trials))]
+                yield number, [scores_of(model, part.arrays) for part in scored]
 
 
 def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
@@ -268,7 +287,6 @@ def scaled(mechanism: Mechanism, num_rows: int) -> Mechanism:
 
 def _judged(
     candidates: Sequence[Settings],
-    real: Sequence[Mechanism],
     found: Sequence[_Scores],
     weights: Sequence[float],
     num_rows: tuple[int, int, int],
@@ -276,9 +294,8 @@ def _judged(
     """Orders the candidates by how far they are behind the best one."""
     best, differences, errors = _compared(found, weights)
     order = sorted(range(len(found)), key=lambda number: (number != best, differences[number]))
-    score = float(np.mean([_weighted(each, weights) for each in found[best]]))
-    largest = max(mechanism.sampling.expected_batch_size for mechanism in real)
-    rehearsal = Rehearsal(
+    score = _mean(found[best], weights)
+    return Rehearsal(
         settings=tuple(candidates[number] for number in order),
         scores=tuple(score - differences[number] for number in order),
         differences=tuple(differences[number] for number in order),
@@ -286,7 +303,6 @@ def _judged(
         num_rows=num_rows,
         remarks=(),
     )
-    return dataclasses.replace(rehearsal, remarks=_remarks(rehearsal, largest))
 
 
 def _compared(
@@ -297,10 +313,7 @@ def _compared(
     Candidates are compared on the repetitions that they have had; the best has had all of them.
     """
     most = max(map(len, found))
-    means = [
-        float(np.mean([_weighted(each, weights) for each in own])) if len(own) == most else -np.inf
-        for own in found
-    ]
+    means = [_mean(own, weights) if len(own) == most else -np.inf for own in found]
     best = int(np.argmax(means))
     if not np.isfinite(means[best]):
         raise ValueError(
@@ -315,9 +328,14 @@ def _compared(
             errors.append(0.0)
             continue
         ahead = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
-        differences.append(float(np.mean([_weighted(each, weights) for each in ahead])))
+        differences.append(_mean(ahead, weights))
         errors.append(_standard_error(ahead, weights))
     return best, differences, errors
+
+
+def _mean(scores: _Scores, weights: Sequence[float]) -> float:
+    """Returns the mean over repetitions."""
+    return float(np.mean([_weighted(each, weights) for each in scores]))
 
 
 def _weighted(scores: Sequence[np.ndarray], weights: Sequence[float]) -> float:
@@ -338,14 +356,15 @@ def _standard_error(differences: _Scores, weights: Sequence[float]) -> float:
     return math.sqrt(over_rows / count**2 + over_runs)
 
 
-def _remarks(rehearsal: Rehearsal, largest_batch: float) -> tuple[str, ...]:
+def _remarks(rehearsal: Rehearsal, largest_batch: float, *, is_own_list: bool) -> tuple[str, ...]:
+    """Returns what limits the rehearsal; the caller can change only a list of their own."""
     found = []
     played, _, judges = rehearsal.num_rows
     if played < largest_batch:
         found.append(
             f"the rehearsal has {played} rows to play the private ones and batches of "
             f"{largest_batch:g} in the real run, so each of its steps sees the same rows; bring "
-            "more public rows, or try smaller batches."
+            f"more public rows{', or try smaller batches' * is_own_list}."
         )
     if judges < _FEW_JUDGES:
         found.append(
@@ -357,5 +376,13 @@ def _remarks(rehearsal: Rehearsal, largest_batch: float) -> tuple[str, ...]:
             "the rehearsal cannot tell the best settings from the next: they differ by "
             f"{rehearsal.differences[1]:.2g} with a standard error of "
             f"{rehearsal.standard_errors[1]:.2g}."
+        )
+    rates = sorted({each.learning_rate for each in rehearsal.settings})
+    best = rehearsal.settings[0].learning_rate
+    if len(rates) > 1 and best in (rates[0], rates[-1]):
+        end, beyond = ("smallest", "smaller") if best == rates[0] else ("largest", "larger")
+        found.append(
+            f"the best learning rate of the rehearsal, {best:.3g}, is the {end} of the list"
+            + (f"; try {beyond} ones, too." if is_own_list else ".")
         )
     return tuple(found)

@@ -17,6 +17,7 @@ the same draws.
 import contextlib
 import dataclasses
 import functools
+import os
 import secrets
 import sys
 import traceback
@@ -30,6 +31,7 @@ import numpy as np
 import optax
 
 from mirrordp import _validate
+from mirrordp._rounding import upwards
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, PrivateData, PublicData, refuse_private_rows
 from mirrordp.privacy import accounting
@@ -39,10 +41,11 @@ from mirrordp.privacy.noise import GaussianNoise, Noise
 from mirrordp.privacy.selection import NumberOfRuns
 from mirrordp.report.statement import RunReport
 from mirrordp.spending import fingerprint as _fingerprint
-from mirrordp.spending.budget import Budget
+from mirrordp.spending.budget import Budget, BudgetError
 from mirrordp.spending.ledger import Block, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import check_spend
+from mirrordp.training.central import TrainState
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
 from mirrordp.training.engine import (
     TrainOptions,
@@ -51,9 +54,10 @@ from mirrordp.training.engine import (
     described_optimizer,
     train,
 )
-from mirrordp.tuning.automatic import automatic_space
-from mirrordp.tuning.progress import Show, shown_if
-from mirrordp.tuning.rehearsal import Rehearsal, rehearse
+from mirrordp.training.step import TrainInfo
+from mirrordp.tuning.automatic import automatic_space, further_rates
+from mirrordp.tuning.progress import Show, nothing_shown, shown_if
+from mirrordp.tuning.rehearsal import Further, Rehearsal, rehearse
 from mirrordp.tuning.scores import (
     PrivateScore,
     PublicScore,
@@ -120,7 +124,7 @@ class Both:
     keep: int = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TuneResult:
     """The result of a search. All of it is covered by the report's ε.
 
@@ -140,6 +144,20 @@ class TuneResult:
     mechanism: Mechanism
     report: RunReport
     rehearsal: Rehearsal | None
+
+    def __repr__(self) -> str:
+        # The parameters would fill screens.
+        arrays = jax.tree.leaves(self.params)
+        numbers = sum(int(np.size(leaf)) for leaf in arrays)
+        lines = [f"model: {numbers:,} numbers in {len(arrays)} array{'s' * (len(arrays) != 1)}"]
+        lines.append(f"settings: {self.settings or 'none: no run was drawn, this is the start'}")
+        if self.score is not None:
+            lines.append(f"score: {self.score:.4g}")
+        epsilon, delta = upwards(self.report.epsilon), upwards(self.report.delta, 6)
+        lines.append(f"privacy: epsilon {epsilon} at delta {delta}")
+        if self.rehearsal is not None:
+            lines.append(f"rehearsal: {len(self.rehearsal.settings)} candidates on public rows")
+        return "\n".join(["TuneResult", *(f"    {line}" for line in lines)])
 
 
 def tune(
@@ -212,10 +230,13 @@ def tune(
         adjacency=adjacency, noise=noise, step_options=step_options, options=options, mesh=mesh,
         together=together,
     )  # fmt: skip
-    candidates = _checked(_automatic(makings, epsilon, delta) if space is None else space)
+    candidates = _checked(automatic(makings, epsilon, delta) if space is None else space)
     check_spend(None, spend, checkpoint)
     with shown_if(progress) as show:
-        call = _Call(epsilon, delta, seed, spend, checkpoint, progress, show, title)
+        call = Call(
+            epsilon, delta, seed, spend, checkpoint, progress, show, title,
+            further=further_rates if space is None else None,
+        )  # fmt: skip
         if isinstance(way, Free):
             return _free(makings, candidates, way, call)
         rehearsal = None
@@ -223,28 +244,36 @@ def tune(
         plan = _Search.planned(makings, candidates, paid, call)
         if isinstance(way, Both):
             _validate.positive_integer(keep=way.keep)
+            plan.admit(call)
             rehearsal = rehearse(
                 makings, candidates, plan.mechanism_of, score=way.free.score,
-                repetitions=way.free.repetitions, show=show,
+                repetitions=way.free.repetitions, show=show, further=call.further,
             )  # fmt: skip
             plan = dataclasses.replace(plan, candidates=tuple(rehearsal.narrowed(way.keep)))
         return _paid(plan, call, rehearsal, [paid, way.free] if isinstance(way, Both) else [paid])
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The remaining arguments of `tune`."""
 
     epsilon: float
     delta: float
-    seed: int | None
-    spend: Ledger | Budget | None
-    checkpoint: Checkpoint | None
-    progress: bool
-    show: Show
-    title: str
+    seed: int | None = None
+    spend: Ledger | Budget | None = None
+    checkpoint: Checkpoint | None = None
+    progress: bool = False
+    show: Show = nothing_shown
+    title: str = ""
+    further: Further | None = None
+
+    @property
+    def may_be_charged(self) -> bool:
+        """Whether there may be a run to go on with, which has been charged."""
+        return self.checkpoint is not None and os.path.exists(self.checkpoint.folder)
 
 
-def _automatic(makings: Makings, epsilon: float, delta: float) -> list[Settings]:
+def automatic(makings: Makings, epsilon: float, delta: float) -> list[Settings]:
+    """Returns candidates where none are given."""
     if makings.public is None:
         raise ValueError(
             "settings are found from public rows where none are given, got no public rows. Pass "
@@ -274,7 +303,17 @@ def _checked(space: Sequence[Settings]) -> tuple[Settings, ...]:
 # Free.
 
 
-def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Call) -> TuneResult:
+class Chosen(NamedTuple):
+    """What the rehearsal of a free search chose."""
+
+    settings: Settings
+    mechanism: Mechanism
+    rehearsal: Rehearsal
+
+
+def choose(makings: Makings, candidates: Sequence[Settings], way: Free, call: "Call") -> Chosen:
+    """Rehearses on public rows; returns the settings of the one private run, which has all of ε."""
+
     @functools.cache
     def calibrated(batch_size: float, charged_steps: int, l2_clip_norm: float) -> float:
         # The rounding of secure noise is charged relative to the clip norm.
@@ -295,33 +334,66 @@ def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: _Ca
         sigma = calibrated(settings.batch_size, settings.charged_steps, settings.l2_clip_norm)
         return makings.mechanism(settings, sigma)
 
+    kinds = {kind_of(each): each for each in candidates}
+    _admit_one([mechanism_of(each) for each in kinds.values()], call)
     rehearsal = rehearse(
         makings, candidates, mechanism_of, score=way.score, repetitions=way.repetitions,
-        show=call.show,
+        show=call.show, further=call.further,
     )  # fmt: skip
     for remark in rehearsal.remarks:
         warn(remark, UserWarning)
     best = rehearsal.settings[0]
-    mechanism = mechanism_of(best)
-    state = info = None
-    for state, info in train(  # noqa: B007
-        makings.step(mechanism, best.learning_rate), makings.begin(makings.public),
+    return Chosen(best, mechanism_of(best), rehearsal)
+
+
+def _admit_one(mechanisms: Sequence[Mechanism], call: "Call") -> None:
+    """Refuses a search none of whose runs the budget would admit, before hours of rehearsals."""
+    # A run that is resumed may have been charged already; the loop knows.
+    if not isinstance(call.spend, Budget) or call.may_be_charged:
+        return
+    for number, mechanism in enumerate(mechanisms, start=1):
+        call.spend.check_kind(mechanism)
+        try:
+            call.spend.admit_event(mechanism.event, delta=call.delta)
+            return
+        except BudgetError:
+            if number == len(mechanisms):
+                raise
+
+
+def private_run(
+    makings: Makings, chosen: Chosen, call: "Call"
+) -> Iterator[tuple[TrainState, TrainInfo]]:
+    """Takes the one private run of a free search; see `mirrordp.train`."""
+    best = chosen.settings
+    return train(
+        makings.step(chosen.mechanism, best.learning_rate), makings.begin(makings.public),
         makings.private, makings.public,
         alpha=best.alpha, num_steps=best.num_steps, seed=call.seed, spend=call.spend,
         checkpoint=call.checkpoint, mesh=makings.mesh, options=makings.options,
-    ):  # fmt: skip
+    )  # fmt: skip
+
+
+def _free(makings: Makings, candidates: Sequence[Settings], way: Free, call: "Call") -> TuneResult:
+    chosen = choose(makings, candidates, way, call)
+    state = info = None
+    for state, info in private_run(makings, chosen, call):  # noqa: B007
         steps = f"step {info.step:,} of {info.num_steps:,}"
         text = f"private run: {steps}, epsilon {call.epsilon:g} in all"
         call.show(text, done=info.step, total=info.num_steps)
     assert state is not None
     assert info is not None
     _refuse_private_judges(makings, way)
+    number = len(chosen.rehearsal.settings)
     report = RunReport.of(
-        mechanism, call.delta, info=info, spend=call.spend, seed=call.seed, title=call.title,
-        tuning=f"at no cost: {len(candidates)} candidates were rehearsed on public rows alone",
-        results={"settings": best.to_dict()},
+        chosen.mechanism, call.delta, info=info, spend=call.spend, seed=call.seed, title=call.title,
+        tuning=f"at no cost: {number} candidate{'s were' if number != 1 else ' was'} rehearsed on "
+        "public rows alone",
+        results={"settings": chosen.settings.to_dict()},
     )  # fmt: skip
-    return TuneResult(model_of(state), best, None, mechanism, report, rehearsal)
+    return TuneResult(
+        model_of(state), chosen.settings, None, chosen.mechanism, report, chosen.rehearsal
+    )
 
 
 def _refuse_private_judges(makings: Makings, way: Free | Paid) -> None:
@@ -346,7 +418,7 @@ class _Search:
 
     @classmethod
     def planned(
-        cls, makings: Makings, candidates: tuple[Settings, ...], way: Paid, call: _Call
+        cls, makings: Makings, candidates: tuple[Settings, ...], way: Paid, call: Call
     ) -> "_Search":
         """Finds the least noise with which the whole search keeps to (ε, δ)."""
         if makings.is_secure:
@@ -380,6 +452,12 @@ class _Search:
             event, epsilon_target=call.epsilon, delta=call.delta, adjacency=makings.adjacency
         )
         return cls(makings, candidates, way, sigma, event(sigma))
+
+    def admit(self, call: Call) -> None:
+        """Refuses a search that the budget would not admit, before hours of rehearsals."""
+        if isinstance(call.spend, Budget) and not call.may_be_charged:
+            call.spend.check_kind(self.mechanism_of(self.candidates[0]))
+            call.spend.admit_event(self.event, delta=call.delta)
 
     def mechanism_of(self, settings: Settings) -> Mechanism:
         """Returns the mechanism of one run."""
@@ -524,7 +602,7 @@ class _Best(NamedTuple):
 
 
 def _paid(
-    search: _Search, call: _Call, rehearsal: Rehearsal | None, ways: Sequence[Free | Paid]
+    search: _Search, call: Call, rehearsal: Rehearsal | None, ways: Sequence[Free | Paid]
 ) -> TuneResult:
     makings = search.makings
     mechanism = search.mechanism_of(search.candidates[0])
@@ -553,7 +631,7 @@ def _paid(
 
 
 def _best_run(
-    search: _Search, mechanism: Mechanism, call: _Call, compare: Callable[[], None]
+    search: _Search, mechanism: Mechanism, call: Call, compare: Callable[[], None]
 ) -> _Best:
     """Charges the search and does what is left of it.
 
@@ -605,22 +683,28 @@ def _forget(error: BaseException, handled: BaseException | None) -> None:
 _SHOWN = "how many runs were done, and on public rows how the best did, on the operator's terminal"
 
 
-def _show_trials(search: _Search, call: _Call, best: _Best) -> None:
+def _show_trials(search: _Search, call: Call, best: _Best) -> None:
     """Tells the operator how far the search is; private scores are not shown."""
     shown = ""
     if isinstance(search.way.score, PublicScore):
         shown = f", best public score {best.score:.4g}"
-    call.show(f"{best.done} runs done{shown}, epsilon {call.epsilon:g} charged {UNPROTECTED}")
+    runs = f"{best.done} run{'s' * (best.done != 1)} done{shown}"
+    # The mark first: a narrow terminal cuts the end of the line.
+    call.show(f"{UNPROTECTED} {runs}, epsilon {call.epsilon:g} charged")
 
 
-def _released(search: _Search, call: _Call, best: _Best, rehearsal: Rehearsal | None) -> TuneResult:
+def _released(search: _Search, call: Call, best: _Best, rehearsal: Rehearsal | None) -> TuneResult:
     settings = None if best.params is None else search.candidates[best.settings]
     mechanism = search.mechanism_of(settings or search.candidates[0])
     judged = "private rows, with noise that is charged too"
     if isinstance(search.way.score, PublicScore):
         judged = "public rows"
-    narrowed = "" if rehearsal is None else "; a rehearsal on public rows had narrowed the list"
-    number = len(search.candidates)
+    number, narrowed = len(search.candidates), ""
+    if rehearsal is not None:
+        of = len(rehearsal.settings)
+        narrowed = f"; a rehearsal on public rows had narrowed the list from {of} to {number}"
+        if number == of:
+            narrowed = "; a rehearsal on public rows had left all of them"
     report = RunReport.of(
         mechanism, call.delta, event=search.event, spend=call.spend, seed=call.seed,
         seeded=call.seed is not None, title=call.title,
@@ -655,7 +739,7 @@ class _Books:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, search: _Search, mechanism: Mechanism, call: _Call) -> "Iterator[_Books]":
+    def opened(cls, search: _Search, mechanism: Mechanism, call: Call) -> "Iterator[_Books]":
         """Opens the folder and asks the budget; reads no row but to compare data."""
         adjacency, spend = mechanism.adjacency, call.spend
         ledger_for(adjacency, spend if isinstance(spend, Ledger) else None)
