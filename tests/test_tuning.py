@@ -303,6 +303,30 @@ class TestRehearsal:
         # Neither more noise nor another cost: only the rate differs.
         assert found.mechanism == own.mechanism
 
+    @pytest.mark.parametrize("space", [None, SPACE], ids=["no space", "space"])
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"public": {"x": np.zeros((50, 3))}}, "private rows with float32.* with x: float64"),
+            ({"public": np.zeros((50, 4), np.float32)}, r"float32\[n, 3\] .* float32\[n, 4\]"),
+            ({"public_batchsize": 3}, "Did you mean public_batch_size="),
+            ({"lerning_rate": 3}, "got lerning_rate=, which is none. Settings go into space="),
+        ],
+    )
+    def test_mistakes_are_named(self, options, message, space):
+        given = options | {"space": space}
+        if "public" in options:
+            given["public"] = PublicData(options["public"])
+        with pytest.raises((TypeError, ValueError), match=message):
+            tune(**given)
+
+    def test_a_loss_of_the_wrong_shape_is_not_taken_for_a_score(self):
+        for space in (None, SPACE):
+            with pytest.raises(ValueError, match=r"^loss_fn\(params, example\) must return one"):
+                mirrordp.tune(
+                    lambda params, row: params - row, START, PRIVATE, PUBLIC, space=space, **TARGET
+                )
+
     def test_diverged_candidates_are_last_and_never_all(self):
         wild = tuning.grid(learning_rate=[0.4, 1e30], l2_clip_norm=2.0, batch_size=100, num_steps=6)
         assert tune(space=wild).rehearsal.scores[-1] == -math.inf
@@ -897,7 +921,7 @@ class TestRules:
             mirrordp.train(loss, START, PRIVATE, PUBLIC, epsilon=1.0)
         with pytest.raises(ValueError, match="all settings are chosen, got alpha"):
             mirrordp.train(loss, START, PRIVATE, PUBLIC, epsilon=1.0, delta=1e-5, alpha=0.5)
-        with pytest.raises(ValueError, match="got no public rows"):
+        with pytest.raises(ValueError, match="got none"):
             mirrordp.train(loss, START, PRIVATE, epsilon=1.0, delta=1e-5)
         with pytest.raises(TypeError, match="PrivateData"):
             mirrordp.train(loss, START, PUBLIC, PUBLIC, epsilon=1.0, delta=1e-5)
@@ -917,7 +941,7 @@ class TestRules:
         assert 3.9 < found.report.epsilon <= 4.0
         with pytest.raises(ValueError, match=r"optax\.sgd"):
             tune(space=None, optimizer=optax.adam)
-        with pytest.raises(ValueError, match="no public rows"):
+        with pytest.raises(ValueError, match="got none"):
             tune(space=None, public=None)
 
 

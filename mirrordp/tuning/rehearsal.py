@@ -42,6 +42,7 @@ from mirrordp.data import PrivateData, PublicData, UnprotectedWarning
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.privacy.sampling import PoissonSampling
+from mirrordp.training.step import check_loss
 from mirrordp.tuning.progress import Show
 from mirrordp.tuning.scores import PublicScore, check_score, example_scores, minus_loss
 from mirrordp.tuning.settings import Settings
@@ -142,12 +143,7 @@ def rehearse(
     """
     _validate.positive_integer(repetitions=repetitions)
     candidates = list(candidates)
-    public = makings.public
-    if public is None:
-        raise ValueError(
-            "a rehearsal needs public rows that are like the private ones, got none. Pass "
-            "public=..., or search with way=Paid(...)."
-        )
+    public = makings.playing()
     score_fn = score.score_fn or minus_loss(makings.loss_fn)
     real = [mechanism_of(settings) for settings in candidates]
     num_rows = _shares(len(public), score, has_public_role=makings.uses_public(candidates))
@@ -248,6 +244,7 @@ def _rehearsed(
     played, others, judges = parts
     scored = (judges, played)[: len(weights)]
     params = makings.begin(others)
+    check_loss("loss_fn", makings.loss_fn, params, played.arrays)
     check_score(score_fn, params, judges)
     # All candidates have the same batches and noise, as far as they can, for a fair comparison.
     trials = [Trial(settings, seed=repetition) for settings in candidates]

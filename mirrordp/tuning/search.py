@@ -54,7 +54,7 @@ from mirrordp.training.engine import (
     described_optimizer,
     train,
 )
-from mirrordp.training.step import TrainInfo
+from mirrordp.training.step import TrainInfo, check_loss
 from mirrordp.tuning.automatic import automatic_space, further_rates
 from mirrordp.tuning.progress import Show, nothing_shown, shown_if
 from mirrordp.tuning.rehearsal import Further, Rehearsal, rehearse
@@ -274,19 +274,17 @@ class Call(NamedTuple):
 
 def automatic(makings: Makings, epsilon: float, delta: float) -> list[Settings]:
     """Returns candidates where none are given."""
-    if makings.public is None:
-        raise ValueError(
-            "settings are found from public rows where none are given, got no public rows. Pass "
-            "public=..., or space=tuning.grid(...)."
-        )
+    public = makings.playing()
     if makings.optimizer is not optax.sgd:
         raise ValueError(
             "learning rates are found for optax.sgd where none are given, got another optimizer. "
             "Pass space=tuning.grid(...), or leave optimizer out."
         )
+    params = makings.begin(public)
+    check_loss("loss_fn", makings.loss_fn, params, public.arrays)
     return automatic_space(
-        makings.loss_fn, makings.begin(makings.public), makings.public, epsilon=epsilon,
-        delta=delta, num_examples=len(makings.private), adjacency=makings.adjacency,
+        makings.loss_fn, params, public, epsilon=epsilon, delta=delta,
+        num_examples=len(makings.private), adjacency=makings.adjacency,
         trainable=makings.step_options.get("trainable"),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ differ only in learning rate, α and seed, and are trained together (`mirrordp.t
 """
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mirrordp import _validate
-from mirrordp.data import PrivateData, PublicData, require_private, require_public
+from mirrordp import _show, _validate
+from mirrordp.data import (
+    PrivateData,
+    PublicData,
+    have_same_structure,
+    require_private,
+    require_public,
+)
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.noise import GaussianNoise, Noise
@@ -51,6 +58,14 @@ class Makings:
         if self.public is not None:
             require_public(self.public)
         _validate.positive_integer(together=self.together)
+        accepted = [field.name for field in dataclasses.fields(TrainStep)]
+        for name in self.step_options:
+            if name not in accepted:
+                near = difflib.get_close_matches(name, accepted, n=1)
+                hint = f"Did you mean {near[0]}=?" if near else "Settings go into space=."
+                raise TypeError(
+                    f"further arguments are those of TrainStep, got {name}=, which is none. {hint}"
+                )
         if self.adjacency is Adjacency.ADD_REMOVE:
             raise ValueError(
                 "a search draws batches from a public number of rows, which add-remove adjacency "
@@ -73,6 +88,24 @@ class Makings:
                 "or parameters as start."
             )
         return self.start(public)
+
+    def playing(self) -> PublicData:
+        """Returns the public rows, which are to play private ones."""
+        if self.public is None:
+            raise ValueError(
+                "settings are chosen on public rows that are like the private ones, got none. Pass "
+                "public=..., or candidates as space=tuning.grid(...) with way=Paid(...)."
+            )
+        if not have_same_structure(self.private, self.public):
+            private, public = (
+                _show.listed_kinds(_show.array_kinds(data.arrays, rows="n"))
+                for data in (self.private, self.public)
+            )
+            raise ValueError(
+                "settings are chosen on public rows that play the private ones, so both need the "
+                f"same arrays, got private rows with {private} and public rows with {public}."
+            )
+        return self.public
 
     def uses_public(self, candidates: Sequence[Settings]) -> bool:
         """Returns whether any run learns from public rows."""
