@@ -564,6 +564,33 @@ class TestSecrets:
         assert not (tmp_path / "run" / "secret.key").exists()
         assert FileLedger.read(tmp_path / "run" / "ledger.jsonl").event == MECHANISM.event
 
+    def test_a_run_leaves_another_one_in_its_place_alone(self, tmp_path):
+        """Someone gives a run up and removes its folder, and the run is still alive."""
+        ledger = FileLedger.create(tmp_path / "ledger", mirrordp.Adjacency.ZERO_OUT)
+        old = run(tmp_path / "run", spend=ledger)
+        next(old)
+        (tmp_path / "run").rename(tmp_path / "removed")
+        interrupted(tmp_path / "run", 1)
+        before = contents(tmp_path / "run")
+        with pytest.raises(CheckpointError, match="another one in its place"):
+            list(old)
+        assert contents(tmp_path / "run") == before
+        assert bits(last(run(tmp_path / "run", resume=True))[0]) == bits(uninterrupted()[0])
+
+    def test_a_link_that_is_moved_leaves_no_secrets(self, tmp_path):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        link = tmp_path / "run"
+        link.symlink_to(tmp_path / "one")
+        steps = run(link)
+        next(steps)
+        link.unlink()
+        link.symlink_to(tmp_path / "two")
+        list(steps)
+        assert not checkpoint_files(tmp_path / "one")
+        assert not (tmp_path / "one" / "secret.key").exists()
+        assert not list((tmp_path / "two").iterdir())
+
     def test_an_open_folder_is_closed_to_others(self, tmp_path):
         (tmp_path / "run").mkdir(mode=0o755)
         interrupted(tmp_path / "run", 1)

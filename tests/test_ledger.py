@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import threading
 
 import dp_accounting
@@ -144,6 +145,22 @@ class TestFile:
             with pytest.raises(LedgerError, match="got another one in its place"):
                 opened.charge(GAUSSIAN)
         assert filled.read_bytes() == (tmp_path / "moved").read_bytes()
+
+    def test_two_holders_do_not_both_spend(self, filled):
+        """Without a lock file, as on a file system whose locks do nothing."""
+        with FileLedger.open(filled) as first:
+            filled.with_name(filled.name + ".lock").unlink()
+            with FileLedger.open(filled) as second:
+                second.charge(GAUSSIAN)
+                second.charge(GAUSSIAN)
+                with pytest.raises(LedgerError, match="another process writes to it"):
+                    first.charge(GAUSSIAN)
+        assert len(FileLedger.read(filled).records) == 7
+
+    def test_records_have_no_time_of_day(self, filled):
+        """Seconds between charges would tell how many runs a paid search had."""
+        for record in FileLedger.read(filled).records:
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["time"])
 
     def test_replays_to_the_same_epsilon(self, ledger, filled):
         for event in (POISSON, POISSON, POISSON, GAUSSIAN):

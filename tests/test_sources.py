@@ -336,9 +336,15 @@ class TestSources:
         assert found["lists"].dtype == np.int32
         with pytest.raises(ValueError, match=r"got \['z'\]. Its columns are"):
             parquet_rows(tmp_path / "one.parquet", columns=["z"])
-        some = parquet_rows([tmp_path / "one.parquet"] * 2, columns=["flag"])
+        pa.parquet.write_table(table, tmp_path / "two.parquet")
+        names = [tmp_path / "one.parquet", tmp_path / "two.parquet"]
+        some = parquet_rows(names, columns=["flag"])
         assert list(some) == ["flag"]
         assert len(some["flag"]) == 6
+        (tmp_path / "link.parquet").symlink_to(names[0])
+        for again in (names[0], tmp_path / "link.parquet"):
+            with pytest.raises(ValueError, match="every file must be named once"):
+                parquet_rows([*names, again])
 
     def test_text_and_lists_of_any_length_need_decode(self, tmp_path):
         table = pa.table({"text": ["a", "bcd", "ef"], "list": [[1], [1, 2], [3]]})

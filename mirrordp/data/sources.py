@@ -725,6 +725,11 @@ def parquet_rows(
     import pyarrow.dataset
 
     paths = [os.fspath(part) for part in path] if isinstance(path, list | tuple) else path
+    if isinstance(paths, list) and len({os.path.realpath(part) for part in paths}) < len(paths):
+        raise ValueError(
+            f"every file must be named once, got {paths}, some twice. The privacy of a row covers "
+            "one copy of it."
+        )
     dataset = pyarrow.dataset.dataset(paths, format="parquet", partitioning="hive")
     chosen = dataset.schema.names if columns is None else columns
     named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}

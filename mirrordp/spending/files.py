@@ -117,6 +117,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))
 
 
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """Returns what stays the same as long as a file is there, whatever it is called."""
+    return found.st_dev, found.st_ino
+
+
 def make_private_folder(folder: str | os.PathLike[str]) -> Path:
     """Makes a folder, or changes an existing one, so that only its owner can enter it."""
     folder = Path(folder)
@@ -147,6 +152,7 @@ class Lock:
             )
         import fcntl
 
+        self._path = absolute(path)
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
         self._process = os.getpid()
         try:
@@ -176,6 +182,14 @@ class Lock:
     def is_ours(self) -> bool:
         """Whether this process holds the lock; a fork of it has the handle, but not the lock."""
         return self._handle >= 0 and self._process == os.getpid()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file at the path is still the one that is locked."""
+        try:
+            return identity(os.fstat(self._handle)) == identity(os.stat(self._path))
+        except OSError:
+            return False
 
     def __reduce__(self):
         raise TypeError(

@@ -159,7 +159,8 @@ class FileLedger(Ledger):
         self._records: list[dict[str, Any]] = []
         self._charged: dict[str, int] = {}
         self._lock = lock
-        self._file = _identity(os.stat(path))
+        found = os.stat(path)
+        self._file, self._size = _files.identity(found), found.st_size
         self.mutex = threading.RLock()
         """A lock that is held from a look at the records to the append that relies on it."""
         try:
@@ -351,13 +352,21 @@ class FileLedger(Ledger):
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             found = os.fstat(handle)
-            if _identity(found) != self._file:
+            if _files.identity(found) != self._file:
                 # A charge in another file would leave this ledger as if nothing had been spent.
                 raise LedgerError(
                     f"expected the file that was opened at {str(self._path)!r}, got another one in "
                     "its place. Nothing runs; find out who moved it, and open the ledger again."
                 )
             before = found.st_size
+            if before != self._size:
+                # Without locks that work, two processes would each spend all that is left.
+                raise LedgerError(
+                    f"expected the ledger {str(self._path)!r} as this process left it, with "
+                    f"{self._size} bytes, got {before}: another process writes to it, or it was "
+                    "cut. Nothing runs; use a file system with locks, and leave the lock file "
+                    "alone."
+                )
             try:
                 _files.write_all(handle, line)
                 os.fsync(handle)
@@ -365,6 +374,7 @@ class FileLedger(Ledger):
                 # Half a line is not a record. If this fails as well, `open` drops it.
                 os.ftruncate(handle, before)
                 raise
+            self._size = before + len(line)
         finally:
             os.close(handle)
 
@@ -412,16 +422,13 @@ def check_position(ledger: FileLedger, position: Position, where: str) -> None:
         )
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # The day alone: seconds between charges would tell how many runs a paid search had.
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 class _named_errors:

@@ -189,7 +189,8 @@ class RunFolder:
 
     def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):
         self._checkpoint = checkpoint
-        folder = self.folder = _files.absolute(checkpoint.folder)
+        # A link may point elsewhere when the run ends, and its secrets would stay.
+        folder = self.folder = Path(os.path.realpath(checkpoint.folder))
         self._owned: FileLedger | None = None
         path = folder / LEDGER_FILE
         if path.exists() and "budget" in FileLedger.read(path).records[0]:
@@ -297,6 +298,7 @@ class RunFolder:
     def save(self, position: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a checkpoint, which is on disk when this returns."""
         assert self._configuration is not None
+        self._require_place()
         content = Saved(
             run=self.id,
             entropy=self._entropy,
@@ -318,9 +320,19 @@ class RunFolder:
 
     def finish(self) -> None:
         """Removes the checkpoints and the key unless they are to be kept; the ledger stays."""
+        self._require_place()
         if not self._checkpoint.keep:
             remove_checkpoints(self.folder)
         self.close()
+
+    def _require_place(self) -> None:
+        """Leaves alone what another run keeps in the place of a folder that was removed."""
+        if not self._lock.is_in_place:
+            raise CheckpointError(
+                f"expected the run folder {str(self.folder)!r} as it was opened, got none or "
+                "another one in its place. Leave a run's folder alone until the run is over; what "
+                "was charged stays charged."
+            )
 
     def close(self) -> None:
         """Unlocks the folder; an unfinished run can be resumed."""

@@ -4,7 +4,7 @@
     Paid    the best of a random number of private runs, which share ε
     Both    the rehearsal narrows the list, and the paid search decides
 
-A paid search goes in this order, and the first three happen before a private row is read:
+A paid search goes in this order, and the first three happen before a private row is used:
 
     calibrate the noise for the whole search  →  secret randomness on disk  →  charge everything
     →  draw the number of runs, and the settings and seeds of each  →  train, score, keep the best
@@ -406,7 +406,7 @@ def _refuse_private_judges(makings: Makings, way: Free | Paid) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """A paid search with its noise and its cost, fixed before a private row is read."""
+    """A paid search with its noise and its cost, fixed before a private row is used."""
 
     makings: Makings
     candidates: tuple[Settings, ...]
@@ -640,8 +640,8 @@ def _best_run(
         compare: compares private with public rows; called once the search is charged.
     """
     with _Books.opened(search, mechanism, call) as books:
-        trials = search.drawn(books.entropy)
         best = books.begin(_Best(0, -1, -np.inf, None), search.start)
+        trials = search.drawn(books.entropy)
         compare()
         # Nothing is left of a search that was over: it is released as it was.
         left = trials[best.done :]
@@ -674,7 +674,7 @@ def _forget(error: BaseException, handled: BaseException | None) -> None:
             traceback.clear_frames(each.__traceback__)
             if isinstance(each, OSError):
                 # The name of a file says how many checkpoints there were before it.
-                each.filename = each.filename2 = None
+                del each.filename, each.filename2
             chain += [e for e in (each.__cause__, each.__context__) if e not in chain]
 
 
