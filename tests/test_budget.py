@@ -324,6 +324,20 @@ class TestRuns:
             last(train(budget, PrivateData(tools.features())))
             assert budget.status.runs == 2
 
+    def test_a_file_that_changes_while_the_budget_is_open(self, folder, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        np.save("rows.npy", ROWS.arrays)
+        made = Budget.create(folder, epsilon=EPSILON, delta=DELTA, data="rows.npy")
+        monkeypatch.chdir("/")
+        last(train(made))
+        made.close()
+        with Budget.open(folder, data=tmp_path / "rows.npy") as opened:
+            last(train(opened))
+            np.save(tmp_path / "rows.npy", ROWS.arrays + 1)
+            with pytest.raises(BudgetError, match="got data that differs"):
+                train(opened, PrivateData(np.load(tmp_path / "rows.npy")))
+            assert opened.status.runs == 2
+
     def test_a_folder_of_checkpoints_is_no_place_for_a_budget(self, folder, tmp_path):
         with FileLedger.create(tmp_path / "ledger", mechanism().adjacency) as ledger:
             run = train(ledger, checkpoint=mirrordp.Checkpoint(folder))

@@ -122,6 +122,7 @@ class Budget:
     def __init__(self, folder: Path, ledger: FileLedger):
         self._folder, self._ledger = folder, ledger
         self._verified = self._may_change = False
+        self._file: Path | None = None
         try:
             header = ledger.records[0]["budget"]
             self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
@@ -222,7 +223,7 @@ class Budget:
             header={"budget": header, "data": identify(key, data)},
         )
         budget = cls(folder, ledger)
-        budget._verified = True
+        budget._note(data)
         return budget
 
     @classmethod
@@ -351,16 +352,21 @@ class Budget:
         """
         self._may_change = data_changed
         self._compare(data, data_changed)
+        self._note(data)
+
+    def _note(self, data: Data) -> None:
         self._verified = True
+        self._file = _files.absolute(data) if isinstance(data, str | os.PathLike) else None
 
     def check_rows(self, rows: PrivateData | PrivateClients) -> None:
-        """Compares the rows or users of a run, unless `open` compared the file that they are from.
+        """Compares the rows or users of a run; or the file, if the budget was opened with one.
 
-        Every run is compared: the one before may have had other rows.
+        Every run is compared: the one before may have had other rows, and a file may have changed
+        since. That rows come from the file is the caller's word.
         """
-        if not self._verified or self._bound["kind"] != "file":
-            self._compare(rows, data_changed=False)
-            self._verified = True
+        data = rows if self._file is None else self._file
+        self._compare(data, data_changed=False)
+        self._note(data)
 
     @property
     def _bound(self) -> Mapping[str, Any]:
