@@ -523,6 +523,8 @@ def test_predict_refuses_other_model_files(capsys, fitted, tmp_path, change, wor
         lambda content: content.update(task="count"),
         lambda content: content["scorer"]["coefficients"][0].pop(),
         lambda content: content["scorer"]["intercepts"].append(0.0),
+        lambda content: content["scorer"].update(intercepts=[10**400]),
+        lambda content: content["encoding"]["columns"][0].update(scale=10**400),
         lambda content: content["scorer"].update(coefficients="many"),
         lambda content: content["scorer"].update(kind="oracle"),
         lambda content: content["encoding"].update(columns=[]),

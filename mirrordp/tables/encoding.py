@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -359,5 +360,6 @@ def _check_field(name: str, kind: Any, value: Any) -> None:
             isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)
         ),
     }[kind]()
-    if not good:
+    if not good or (name == "scale" and value < sys.float_info.min):
+        # A number is divided by its scale.
         raise ValueError(f"{name} is not a {kind}")

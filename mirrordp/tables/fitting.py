@@ -236,7 +236,7 @@ class TableModel:
                 scorer=SCORERS[stored["kind"]].from_dict(stored),
                 privacy=dict(content["privacy"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise damaged from None
 
     @classmethod

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import sys
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -392,7 +393,7 @@ def _learn_column(
             is_clock = _is_clock(present)
             units = clock_minutes(present) if is_clock else present
             scale = float(units.std())
-            if not (scale > 0 and math.isfinite(scale)):
+            if not (scale >= sys.float_info.min and math.isfinite(scale)):
                 return "constant in the public table"
             marks = len(present) < len(values)
             return NumberColumn(
