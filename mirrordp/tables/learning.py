@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import math
-import sys
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
