@@ -113,6 +113,112 @@ def test_paid_search_is_charged_to_the_budget(folder, capsys, extra, said):
     assert "budget" in capsys.readouterr().err
 
 
+def budget_for_the_file(folder):
+    words = ["budget", "init", str(folder / "budget"), "--epsilon", "3", "--delta", "1e-5"]
+    assert cli.main([*words, "--data", str(folder / "private.npz")]) == 0
+
+
+def used(folder):
+    return Budget.status_of(folder / "budget").used
+
+
+WITH_BUDGET = 'budget = "budget"\n'
+
+
+@pytest.mark.parametrize("way", ["free", "paid"])
+def test_budget_for_a_file_is_charged(folder, capsys, way):
+    budget_for_the_file(folder)
+    capsys.readouterr()
+    extra = f'{WITH_BUDGET}way = "{way}"\nruns = 2\n' if way == "paid" else WITH_BUDGET
+    assert run(folder, extra + SPACE, options=["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.5 < found["report"]["ledger"]["budget"]["used"] == used(folder)
+
+
+def _other_file(folder):
+    shutil.copy(folder / "public.npz", folder / "others.npz")
+    return "others.npz"
+
+
+def _changed_file(folder):
+    with np.load(folder / "private.npz") as rows:
+        arrays = dict(rows)
+    arrays["y"][0] += 1
+    np.savez(folder / "private.npz", **arrays)
+    return "private.npz"
+
+
+def _object(folder):
+    with (folder / f"m_{folder.name}.py").open("a") as module:
+        module.write("\nrows = {'x': jnp.ones((300, 2)), 'y': jnp.ones(300)}\n")
+    return "NAME:rows"
+
+
+def _object_with_the_name_of_a_file(folder):
+    # It begins like an object's name and ends like a file's, which it is.
+    shutil.copy(folder / "public.npz", folder / "private:rows.npz")
+    return "private:rows.npz"
+
+
+def _folder_of_files(folder):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    (folder / "rows.parquet").mkdir()
+    pq.write_table(pa.table({"x": [1.0], "y": [1.0]}), folder / "rows.parquet" / "1.parquet")
+    return "rows.parquet"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_other_file, "got data that differs from it"),
+        (_changed_file, "got data that differs from it"),
+        (_object, "expected private = a file"),
+        (_object_with_the_name_of_a_file, "got data that differs from it"),
+        (_folder_of_files, "expected private = a file"),
+    ],
+)
+def test_budget_for_a_file_refuses_other_rows(folder, capsys, make, said):
+    budget_for_the_file(folder)
+    private = make(folder)
+    extra = WITH_BUDGET + SPACE
+
+    def change(text):
+        named = private.replace("NAME", f"m_{folder.name}")
+        return text.replace("private.npz", named)
+
+    assert run(folder, extra, change=change) == 2
+    assert said in capsys.readouterr().err
+    assert used(folder) == 0
+    assert not (folder / "out").exists()
+
+
+def test_file_that_is_changed_while_it_is_read_is_refused(folder, capsys, monkeypatch):
+    budget_for_the_file(folder)
+    read = tune._Names.rows
+
+    def changing(names, text, setting):
+        # Another program writes the file just before it is read.
+        if setting == "private":
+            _changed_file(folder)
+        return read(names, text, setting)
+
+    monkeypatch.setattr(tune._Names, "rows", changing)
+    assert run(folder, WITH_BUDGET + SPACE) == 2
+    assert "got data that differs from it" in capsys.readouterr().err
+    assert used(folder) == 0
+
+
+def test_budget_for_rows_refuses_other_rows(folder, capsys):
+    with np.load(folder / "private.npz") as rows:
+        private = mirrordp.PrivateData(dict(rows))
+    Budget.create(folder / "budget", epsilon=3.0, delta=1e-4, data=private).close()
+    _changed_file(folder)
+    assert run(folder, WITH_BUDGET + SPACE) == 2
+    assert "got data that differs from it" in capsys.readouterr().err
+    assert used(folder) == 0
+
+
 @pytest.mark.parametrize("way", ["free", "paid"])
 def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeypatch, way):
     with np.load(folder / "private.npz") as rows:

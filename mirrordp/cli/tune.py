@@ -7,7 +7,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mirrordp.cli._common import (
     UsageError,
@@ -18,12 +18,16 @@ from mirrordp.cli._common import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from mirrordp.spending.budget import Budget
+
 _NEEDED = ("epsilon", "delta", "loss", "start", "private")
 _KNOWN = (
     *_NEEDED,
     *("public", "way", "score", "private_score", "runs", "optimizer", "seed", "budget"),
     *("checkpoint", "title", "space", "step"),
 )
+_FILES = (".npz", ".npy", ".parquet")
 _DISTRIBUTIONS = {"logarithmic": 0.0, "geometric": 1.0, "poisson": float("inf")}
 
 
@@ -63,8 +67,11 @@ def _run(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {}
         with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
             found = _Names(folder)
+            private = found.rows(config["private"], "private")
             if "budget" in config:
-                options["spend"] = stack.enter_context(Budget.open(folder / config["budget"]))
+                budget = stack.enter_context(Budget.open(folder / config["budget"]))
+                _compare_file(budget, found.file(config["private"]), config["private"])
+                options["spend"] = budget
             if "checkpoint" in config:
                 # Kept until the model is on disk: only then is there nothing left to go on with.
                 options["checkpoint"] = Checkpoint(
@@ -78,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
             result = mirrordp.tune(
                 found(config["loss"], "loss"),
                 found(config["start"], "start"),
-                mirrordp.PrivateData(found.rows(config["private"], "private")),
+                mirrordp.PrivateData(private),
                 None if public is None else mirrordp.PublicData(found.rows(public, "public")),
                 epsilon=config["epsilon"],
                 delta=config["delta"],
@@ -129,6 +136,22 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
+def _compare_file(budget: "Budget", path: Path | None, private: Any) -> None:
+    """Compares the private file with that of the budget, if the budget is for a file.
+
+    Call it after the rows were read: a file that changes in between is then refused. A budget for
+    rows compares the rows themselves, before it is charged.
+    """
+    if budget.kind_of_data != "file":
+        return
+    if path is None or not path.is_file():
+        raise UsageError(
+            f"expected private = a file, as the budget {str(budget.folder)!r} is for one, got "
+            f"{private!r}; name the file that the budget was made for."
+        )
+    budget.check_data(path)
+
+
 class _Names:
     """Finds Python objects, written as "module:name", and files beside the settings."""
 
@@ -152,20 +175,23 @@ class _Names:
             sys.path.remove(str(self._folder))
         return found
 
+    def file(self, text: Any) -> Path | None:
+        """Returns the file that rows are read from, or None if they are named "module:name"."""
+        path = self._folder / str(text)
+        return path if path.suffix in _FILES else None
+
     def rows(self, text: Any, setting: str) -> Any:
         """Returns the rows of a file, or those that an object named "module:name" is or returns."""
         import numpy as np
 
         from mirrordp.data import parquet_rows
 
-        path = self._folder / str(text)
-        if path.suffix == ".npz":
-            with np.load(path) as arrays:
-                return dict(arrays)
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r")
-        if path.suffix == ".parquet":
-            return parquet_rows(path)
+        path = self.file(text)
+        if path is not None:
+            if path.suffix == ".npz":
+                with np.load(path) as arrays:
+                    return dict(arrays)
+            return np.load(path, mmap_mode="r") if path.suffix == ".npy" else parquet_rows(path)
         if ":" in str(text):
             found = self(text, setting)
             return found() if callable(found) else found

@@ -306,6 +306,11 @@ class Budget:
         return self._unit
 
     @property
+    def kind_of_data(self) -> str:
+        """What the budget was made for, "file", "rows" or "users"."""
+        return self._bound["kind"]
+
+    @property
     def status(self) -> BudgetStatus:
         """The promise of the budget, and how much of it is used."""
         charges = [record for record in self._ledger.records if record["kind"] == "charge"]
@@ -386,7 +391,8 @@ class Budget:
                     f"expected the data that the budget {str(self._folder)!r} is for, got data "
                     "that differs from it. Changed data gets no fresh budget, since most records "
                     "are the same people. Use the data as it was, or acknowledge the change "
-                    "(--data-changed, data_changed=True) to use what is left of this budget."
+                    "(mirrordp fit --data-changed, or Budget.open(..., data_changed=True)) to use "
+                    "what is left of this budget."
                 )
             self._ledger.append("data", {"data": found})
 
