@@ -414,6 +414,8 @@ BAD = {
     ),
     "unknown target": (lambda f: fit_options(f, target="z"), "expected column 'z'"),
     "unknown column": (lambda f: fit_options(f, ignore="z"), "expected column 'z'"),
+    "misspelt target": (lambda f: fit_options(f, target="Y"), "(did you mean 'y'?); check"),
+    "misspelt column": (lambda f: fit_options(f, ignore="color"), "(did you mean 'colour'?)"),
     "text target": (lambda f: fit_options(f, target="colour"), "numbers in the target 'colour'"),
     "negative count": (lambda f: fit_options(f, task="count"), "whole numbers of at least zero"),
     "too many classes": (
@@ -579,6 +581,10 @@ def predict_options(fitted, source, output, *others):
         (lambda m, d: predict_options(m, d / "in.csv", d), "can be written"),
         (lambda m, d: predict_options(m, d / "in.csv", d / "o.csv", "--keep", "z"), "'z' to keep"),
         (
+            lambda m, d: predict_options(m, d / "in.csv", d / "o.csv", "--keep", "color"),
+            "did you mean 'colour'?",
+        ),
+        (
             lambda m, d: predict_options(
                 m, renamed(d / "in.csv"), d / "o.csv", "--keep", "prediction"
             ),
@@ -588,7 +594,18 @@ def predict_options(fitted, source, output, *others):
         (lambda m, d: predict_options(m, d / "text.csv", d / "o.csv"), "expected numbers"),
         (lambda m, d: predict_options(d, d / "in.csv", d / "o.csv"), "with model.json"),
     ],
-    ids=["no input", "same", "no folder", "folder", "keep", "twice", "column", "type", "no model"],
+    ids=[
+        "no input",
+        "same",
+        "no folder",
+        "folder",
+        "keep",
+        "near",
+        "twice",
+        "column",
+        "type",
+        "no model",
+    ],
 )
 def test_predict_with_bad_input(capsys, fitted, tmp_path, arguments, words):
     make_table(tmp_path / "in.csv", 5, 2)

@@ -350,6 +350,16 @@ def test_missing_columns_are_named(tmp_path):
     assert "got columns 'age', 'income'" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["incme", "Income"])
+def test_nearest_column_is_named_even_if_it_is_not_among_the_first(name):
+    columns = [*(f"column{number}" for number in range(14)), "income"]
+    table = Table("public.csv", {column: ["1", "2", "3"] for column in columns})
+    with pytest.raises(TableError, match=r"and 7 more \(did you mean 'income'\?\); check the name"):
+        learn_encoding(table, target=name, task="regression")
+    with pytest.raises(TableError, match="and 7 more; check the name"):
+        learn_encoding(table, target="price", task="regression")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -5,11 +5,12 @@ import collections
 import csv
 import dataclasses
 import datetime
+import difflib
 import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -391,3 +392,14 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Returns the first few names, for a message."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a question in parentheses if a name that is not there is close to one that is.
+
+    >>> nearest("Incme", ["age", "income"])
+    " (did you mean 'income'?)"
+    """
+    known = {each.lower(): each for each in names}
+    found = difflib.get_close_matches(name.lower(), known, 1)
+    return f" (did you mean {known[found[0]]!r}?)" if found else ""

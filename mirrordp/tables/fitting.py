@@ -47,7 +47,7 @@ from mirrordp.tables import (
     write_table,
 )
 from mirrordp.tables.columns import Tally
-from mirrordp.tables.files import listed, mark
+from mirrordp.tables.files import listed, mark, nearest
 from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.learning import target_names
 from mirrordp.tables.rows import columns_of
@@ -658,7 +658,7 @@ def _mention_unused(
             if name not in present:
                 raise TableError(
                     f"expected column {name!r} to ignore in the public or the private table, got "
-                    "it in neither; check the name."
+                    f"it in neither{nearest(name, public.columns)}; check the name."
                 )
         yield batch
         known = {*public.columns, *public.unreadable, *ignore}
@@ -787,7 +787,7 @@ def predict_file(
             if missing:
                 raise TableError(
                     f"expected column {missing[0]!r} to keep in {str(source)!r}, got no such "
-                    "column; check the name."
+                    f"column{nearest(missing[0], table.columns)}; check the name."
                 )
             predicted = model.predict(table, tallies)
             both = [name for name in keep if name in predicted]

@@ -36,7 +36,7 @@ from mirrordp.tables.columns import (
     numbers,
 )
 from mirrordp.tables.encoding import FeatureEncoding, TableEncoding
-from mirrordp.tables.files import Cells, Table, TableError, listed
+from mirrordp.tables.files import Cells, Table, TableError, listed, nearest
 
 TASKS = ("regression", "classification", "count", "ordinal")
 
@@ -203,7 +203,7 @@ def _require(public: Table, names: Sequence[str]) -> None:
         if name not in public.columns:
             raise TableError(
                 f"expected column {name!r} in {public.source!r}, got columns "
-                f"{listed(list(public.columns))}; check the name."
+                f"{listed(list(public.columns))}{nearest(name, public.columns)}; check the name."
             )
 
 
