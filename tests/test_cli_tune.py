@@ -259,6 +259,25 @@ def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeyp
         (lambda text: text + 'way = "paid"\nruns = {average = 3}\n', "mean"),
         (lambda text: text + "space = 3\n", "[space]"),
         (lambda text: text + "=", "TOML"),
+        (lambda text: text.replace("private.npz", "nothing.npz"), "which does not exist; check"),
+        (lambda text: text.replace("public.npz", "nothing.npz"), "which does not exist; check"),
+        (
+            lambda text: text + SPACE.replace("learning_rate", "learning_rat"),
+            "got 'learning_rat' (did you mean learning_rate?); choose among learning_rate, "
+            "l2_clip_norm, batch_size, num_steps, alpha.",
+        ),
+        (
+            lambda text: text + SPACE.replace("num_steps = 8", ""),
+            "expected 'num_steps' in [space]",
+        ),
+        (
+            lambda text: text + SPACE + "[step]\npublic_batchsize = 8\n",
+            "got 'public_batchsize' (did you mean public_batch_size?); choose among ",
+        ),
+        # These would be arguments of the search itself, which no table may set.
+        (lambda text: text + SPACE + "[step]\nspend = 8\n", "got 'spend'; choose among "),
+        (lambda text: text + SPACE + "[step]\ntogether = 8\n", "got 'together'; choose among "),
+        (lambda text: text + SPACE + "[step]\nmechanism = 8\n", "got 'mechanism'; choose among "),
     ],
 )
 def test_bad_settings_end_with_one_line(folder, capsys, change, said):
@@ -282,3 +301,4 @@ def test_documented_settings_are_known():
     assert set(config) <= set(tune._KNOWN)
     assert tune._number_of_runs(config) == NumberOfRuns(5)
     assert len(grid(**config["space"])) == 3
+    tune._check_tables(config, page)

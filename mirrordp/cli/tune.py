@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import sys
 import tomllib
@@ -27,6 +28,8 @@ _KNOWN = (
     *("public", "way", "score", "private_score", "runs", "optimizer", "seed", "budget"),
     *("checkpoint", "title", "space", "step"),
 )
+# Arguments of TrainStep that other settings give, or that are Python objects.
+_NOT_IN_TOML = ("loss_fn", "mechanism", "optimizer", "public_loss_fn", "average", "chart")
 _FILES = (".npz", ".npy", ".parquet")
 _DISTRIBUTIONS = {"logarithmic": 0.0, "geometric": 1.0, "poisson": float("inf")}
 
@@ -63,6 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from mirrordp.training.checkpoint import Checkpoint
 
         check_new_folder(arguments.out)
+        _check_tables(config, path)
         folder = path.resolve().parent
         options: dict[str, Any] = {}
         with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
@@ -136,6 +140,26 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
+def _check_tables(config: Mapping[str, Any], path: Path) -> None:
+    """Refuses names in [space] and [step] that are none of the arguments these tables stand for."""
+    from mirrordp.training.central import TrainStep
+    from mirrordp.tuning.settings import Settings
+
+    space = {field.name: field for field in dataclasses.fields(Settings)}
+    step = [field.name for field in dataclasses.fields(TrainStep) if field.name not in _NOT_IN_TOML]
+    for table, known in (("space", list(space)), ("step", step)):
+        for name in config.get(table, {}):
+            if name not in known:
+                raise UsageError(
+                    f"expected known names in [{table}] of {str(path)!r}, got {name!r}"
+                    f"{did_you_mean(name, known)}; choose among {', '.join(known)}."
+                )
+    for name, field in space.items():
+        is_needed = "space" in config and field.default is dataclasses.MISSING
+        if is_needed and name not in config["space"]:
+            raise UsageError(f"expected {name!r} in [space] of {str(path)!r}, got none; add it.")
+
+
 def _compare_file(budget: "Budget", path: Path | None, private: Any) -> None:
     """Compares the private file with that of the budget, if the budget is for a file.
 
@@ -188,6 +212,11 @@ class _Names:
 
         path = self.file(text)
         if path is not None:
+            if not path.exists():
+                raise UsageError(
+                    f"expected a file for {setting}, got {str(path)!r}, which does not exist; "
+                    "check the path, which begins at the folder of the settings."
+                )
             if path.suffix == ".npz":
                 with np.load(path) as arrays:
                     return dict(arrays)
