@@ -1,9 +1,12 @@
 """`mirrordp plan`."""
 
 import argparse
-from typing import Any
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mirrordp.cli._common import (
+    UsageError,
     add_adjacency,
     add_command,
     check_epsilon,
@@ -14,6 +17,12 @@ from mirrordp.cli._common import (
     positive_integer,
     print_json,
 )
+from mirrordp.cli.report import print_written, write_all
+
+if TYPE_CHECKING:
+    from mirrordp.tuning.planning import Plan
+
+_FIGURES = (".png", ".pdf", ".svg")
 
 
 def add(commands: Any) -> None:
@@ -46,34 +55,54 @@ def add(commands: Any) -> None:
         help="compute, in passes over the records (default: 20)",
     )
     parser.add_argument(
-        "--figure", metavar="FILE", help="write the trade-off as a figure (.png, .pdf or .svg)"
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="write the trade-off as a figure (.png, .pdf or .svg)",
     )
     add_adjacency(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_epsilon(arguments.epsilon)
+    _check_figure(arguments.figure)
     with library_errors("use fewer epochs"), patiently("computing the noise of each batch size"):
         from mirrordp.privacy.accounting import Adjacency
-        from mirrordp.tuning.planning import plan
+        from mirrordp.tuning import planning
 
-        found = plan(
+        found = planning.plan(
             epsilon=arguments.epsilon,
             delta=arguments.delta,
             num_examples=arguments.num_examples,
             epochs=arguments.epochs,
             adjacency=Adjacency(arguments.adjacency),
         )
-        if arguments.figure is not None:
-            found.figure().savefig(arguments.figure)
+        wrote = write_all([(arguments.figure, lambda: _drawn(found, arguments.figure))])
     if arguments.json:
         print_json(found.to_dict())
         return 0
     print(found)
-    chosen = found.chosen
-    print(
-        f"chosen (*): {chosen.num_steps} steps of {chosen.batch_size} records with noise "
-        f"multiplier {chosen.noise_multiplier:.6g} (by PLD; the table's accountant is faster and "
-        "states somewhat more)"
-    )
+    print_written(wrote)
     return 0
+
+
+def _check_figure(path: Path | None) -> None:
+    """Refuses a figure that cannot be written, before anything is computed."""
+    if path is None:
+        return
+    if path.suffix.lower() not in _FIGURES:
+        raise UsageError(
+            f"expected --figure with the ending {', '.join(_FIGURES[:-1])} or {_FIGURES[-1]}, got "
+            f"{str(path)!r}; choose one of them."
+        )
+    if not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"expected --figure in a folder that exists, got {str(path)!r}; make the folder, or "
+            "choose another."
+        )
+
+
+def _drawn(found: "Plan", path: Path) -> bytes:
+    buffer = io.BytesIO()
+    found.figure().savefig(buffer, format=path.suffix[1:].lower(), dpi=150)
+    return buffer.getvalue()

@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 from mirrordp import _validate
+from mirrordp._rounding import upwards
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Accountant, Adjacency
 
@@ -68,15 +69,36 @@ class Plan:
     chosen: Choice
     choices: tuple[Choice, ...]
 
+    @property
+    def compared(self) -> Choice:
+        """The choice with the noise that it was compared by, which may be larger."""
+        return next(each for each in self.choices if each.batch_size == self.chosen.batch_size)
+
+    @property
+    def _by(self) -> str:
+        """Names the accountant of the table, if it is not that of the chosen noise."""
+        return "" if self.compared == self.chosen else " by RDP"
+
     def __str__(self) -> str:
         lines = [f"{'batch':>8} {'steps':>8} {'noise multiplier':>17} {'average noise':>14}"]
         for choice in self.choices:
             mark = " *" if choice.batch_size == self.chosen.batch_size else ""
             lines.append(
-                f"{choice.batch_size:>8} {choice.num_steps:>8} {choice.noise_multiplier:>17.4g} "
-                f"{choice.average_noise:>14.4g}{mark}"
+                f"{choice.batch_size:>8} {choice.num_steps:>8} "
+                f"{upwards(choice.noise_multiplier):>17} {choice.average_noise:>14.4g}{mark}"
             )
-        return "\n".join(lines)
+        chosen = self.chosen
+        found = (
+            f"* chosen: {chosen.num_steps} steps of {chosen.batch_size} records with noise "
+            f"multiplier {upwards(chosen.noise_multiplier, 6)}"
+        )
+        if self._by:
+            more = 100 * (self.compared.noise_multiplier / chosen.noise_multiplier - 1)
+            found += (
+                f", by PLD. The table compares{self._by}, which is faster and asks for "
+                f"{more:.1f}% more noise here"
+            )
+        return "\n".join([*lines, f"{found}."])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -96,26 +118,42 @@ class Plan:
     def figure(self) -> Any:
         """Returns a Matplotlib figure of the trade-off."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
-        figure = Figure(figsize=(6, 4), layout="constrained")
+        from mirrordp.report.charts import PALETTE
+
+        figure = Figure(figsize=(7.5, 4.6), layout="constrained")
         axes = figure.subplots()
         batches = [choice.batch_size for choice in self.choices]
-        axes.loglog(batches, [choice.average_noise for choice in self.choices], "o-")
-        chosen = next(c for c in self.choices if c.batch_size == self.chosen.batch_size)
+        noise = [choice.average_noise for choice in self.choices]
+        axes.loglog(batches, noise, color=PALETTE[0], marker="o", ms=5, lw=1.8)
         axes.plot(
-            chosen.batch_size,
-            chosen.average_noise,
-            "s",
-            markersize=11,
-            label=f"chosen: {self.chosen.num_steps} steps of {self.chosen.batch_size} rows",
+            self.compared.batch_size,
+            self.compared.average_noise,
+            color=PALETTE[1],
+            marker="s",
+            ms=11,
+            ls="",
+            label=f"chosen: {self.chosen.num_steps} steps of {self.chosen.batch_size} records",
         )
-        axes.set_xlabel("batch size B (the number of steps is proportional to 1/B)")
-        axes.set_ylabel("noise on the average gradient, in clip norms")
+        axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.set(
+            xlabel="batch size B (the number of steps is proportional to 1/B)",
+            ylabel=f"noise on the average gradient{self._by}, in clip norms",
+        )
         axes.set_title(
-            f"ε = {self.epsilon:g}, δ = {self.delta:g}, {self.num_examples:,} rows, "
-            f"{self.epochs:g} epochs"
+            f"Noise and batch size: ε = {self.epsilon:g}, δ = {self.delta:g}, "
+            f"{self.num_examples:,} records, {self.epochs:g} epochs",
+            loc="left",
+            fontweight="bold",
+            fontsize=11,
         )
-        axes.legend()
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
         return figure
 
 
