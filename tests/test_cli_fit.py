@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -218,8 +219,18 @@ class TestModels:
             self.write(files[name], rows, len(name))
         assert cli.main(fit_options(files, "regression", epsilon=2)) == 0
         out = capsys.readouterr().out
-        assert "Rehearsal on public rows, mean loss: linear" in out
+        # The target is -1 or 1 with noise of 0.2, of which a linear model sees nothing.
+        told = re.search(
+            r"Rehearsal on public rows, rmse: linear (\S+), trees (\S+), network (\S+)\. "
+            r"Taken: (trees|network), because (they are|it is) better than .+\.\n",
+            out,
+        )
+        assert 0.95 < float(told[1]) < 1.1
+        assert 0.15 < float(told[2]) < 0.95
         assert "(model: linear)" not in out
+        rehearsal = json.loads((files["out"] / "report.json").read_text())["results"]["rehearsal"]
+        assert rehearsal["measure"] == "rmse"
+        assert set(rehearsal["models"]) == {"linear", "trees", "network"}
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -559,6 +559,82 @@ class TestAuto:
         assert (found.chosen == "network") == (wrong == 0)
         assert found.losses["network"] > 0
 
+    @staticmethod
+    def rehearsed(monkeypatch, family, targets, *, learns=1.0, **wrong):
+        """Rehearses models that are wrong by given amounts; a network more so with fewer rows."""
+        targets = targets[:, None]
+
+        def models(family, rows, *others):
+            factor = {"network": learns if len(rows) < len(targets) // 2 else 1.0}
+            offsets = {n: factor.get(n, 1.0) * np.broadcast_to(o, 600) for n, o in wrong.items()}
+            return {
+                name: lambda x, off=off: (targets[:, 0] + off)[x[:, 0].astype(int), None]
+                for name, off in offsets.items()
+            }
+
+        monkeypatch.setattr(nonlinear, "_rehearsed", models)
+        rows = Rows(np.arange(600.0)[:, None], targets)
+        return nonlinear.rehearse(family, rows, None, num_private=10_000, one_step_noise=1.0)
+
+    def test_losses_of_exact_predictions_are_zero(self, monkeypatch):
+        y = np.random.default_rng(0).normal(size=600)
+        wrong = {"linear": 0.5, "trees": 0.2, "network": 0.0}
+        found = self.rehearsed(monkeypatch, SQUARED_ERROR, y, **wrong)
+        assert found.losses == pytest.approx({n: 0.5 * off**2 for n, off in wrong.items()})
+        scaled = nonlinear._Problem(SQUARED_ERROR, y, y, scale=np.array([1000.0]))
+        shown = nonlinear._measured(scaled, found)
+        assert shown.measure == "rmse"
+        assert shown.values == pytest.approx({n: 1000 * off for n, off in wrong.items()}, abs=1e-3)
+        several = nonlinear._Problem(SQUARED_ERROR, y, y, scale=np.array([1000.0, 2.0]))
+        shown = nonlinear._measured(several, found)
+        assert shown.measure == "rmse in standard deviations of each target"
+        assert shown.values["linear"] == pytest.approx(0.5 / 2**0.5)
+
+    def test_losses_of_counts_are_deviances(self, monkeypatch):
+        from sklearn.metrics import mean_poisson_deviance
+
+        y = np.random.default_rng(0).poisson(2.0, 600).astype(float)
+        wrong = {"linear": 0.5, "trees": 0.2, "network": -0.3}
+        found = self.rehearsed(monkeypatch, POISSON, y, **wrong)
+        shown = nonlinear._measured(nonlinear._Problem(POISSON, y, y), found)
+        assert shown.measure == "deviance"
+        for name, off in wrong.items():
+            expected = mean_poisson_deviance(y, np.exp(y + off))
+            assert shown.values[name] == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("linear", "trees", "network", "learns", "chosen", "reason"),
+        [
+            (0.1, 0.5, 1.0, 1.0, "linear", "trees are worse by more than one standard error"),
+            (0.5, 0.1, 1.0, 1.0, "trees", "they are better than the linear model"),
+            (0.1, "near", 1.0, 1.0, "trees", nonlinear._CONTAINED),
+            (0.5, 0.5, 0.1, 1.0, "network", nonlinear._NOW),
+            (0.5, 0.5, 0.5, 2.0, "network", nonlinear._LATER),
+            (
+                *(0.5, 0.1, "nearer", 1.0, "trees"),
+                "they are better than the linear model, and the network is not ahead of both by "
+                "more than one standard error",
+            ),
+        ],
+    )
+    def test_says_why(self, monkeypatch, linear, trees, network, learns, chosen, reason):
+        # Squares that differ much from row to row, and in the mean by less than a standard error.
+        sign = np.where(np.random.default_rng(0).permutation(600) % 2, 1.0, -1.0)
+        amounts = {
+            "near": 0.1 * np.sqrt(1.005 + 0.9 * sign),
+            "nearer": 0.1 * np.sqrt(0.995 + 0.9 * sign),
+        }
+        found = self.rehearsed(
+            monkeypatch,
+            SQUARED_ERROR,
+            np.random.default_rng(1).normal(size=600),
+            learns=learns,
+            linear=linear,
+            trees=amounts.get(trees, trees),
+            network=amounts.get(network, network),
+        )
+        assert (found.chosen, found.reason) == (chosen, reason)
+
     def test_few_public_rows_are_linear(self, tables):
         (xp, yp), (x, y), _ = tables
         model = PrivateAutoClassifier(1.0, DELTA, random_state=0)

@@ -289,8 +289,7 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         f"(model: {model.scorer.kind})."
     )
     if "rehearsal" in report.results:
-        losses = ", ".join(f"{k} {v:.4g}" for k, v in report.results["rehearsal"].items())
-        print(f"Rehearsal on public rows, mean loss: {losses}.")
+        print(_rehearsed(report.results["rehearsal"], model.scorer.kind))
     for name, reason in fitted.left_out.items():
         print(f"Left out: {name!r}, {reason}.")
     if report.charged_steps == 0:
@@ -321,6 +320,19 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         _print_scores(report.results["test"])
     print(f"Wrote model.json, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
+
+
+def _rehearsed(rehearsal: Mapping[str, Any], chosen: str) -> str:
+    """Says how the models did on public rows, and why one of them was taken."""
+    from mirrordp.report.evaluation import Score
+
+    models = rehearsal["models"].items()
+    values = ", ".join(f"{name} {Score(value, None, None)}" for name, value in models)
+    measure = {"loss": "log loss"}.get(rehearsal["measure"], rehearsal["measure"])
+    return (
+        f"Rehearsal on public rows, {measure}: {values}. Taken: {chosen}, because "
+        f"{rehearsal['reason']}."
+    )
 
 
 def _print_scores(test: Mapping[str, Any]) -> None:

@@ -11,9 +11,11 @@ All need public rows, which decide everything but the values that are learned un
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.special
 from scipy.sparse import issparse
 
 from mirrordp import _validate
@@ -29,7 +31,7 @@ from mirrordp.linear.estimators import (
     _Problem,
 )
 from mirrordp.linear.tuning import DescentSettings
-from mirrordp.mirror.families import SQUARED_ERROR, Family
+from mirrordp.mirror.families import POISSON, SQUARED_ERROR, Family
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
@@ -424,12 +426,56 @@ class Rehearsal(NamedTuple):
     """How models did on public rows that they had not seen.
 
     Attributes:
-        losses: the mean loss of each model.
+        losses: the mean loss of each model, less that of exact predictions: the log loss, half the
+            Poisson deviance, or half the squared error of targets in units of their standard
+            deviation, summed over targets.
         chosen: the model that was chosen.
+        reason: why it was chosen.
+        measure: the name of a measure, as in results on test rows: "loss" (the log loss),
+            "deviance" or "rmse".
+        values: that measure of each model.
     """
 
     losses: Mapping[str, float]
     chosen: str
+    reason: str
+    measure: str = "loss"
+    values: Mapping[str, float] = MappingProxyType({})
+
+
+def _measured(problem: _Problem, rehearsal: Rehearsal) -> Rehearsal:
+    """Adds a measure that people know."""
+    factor, power, measure = 1.0, 1.0, "loss"
+    if problem.family == POISSON:
+        factor, measure = 2.0, "deviance"
+    elif problem.family == SQUARED_ERROR:
+        scale = np.ravel(problem.scale)
+        factor, power, measure = 2.0 * scale[0] ** 2, 0.5, "rmse"
+        if len(scale) > 1:
+            factor, measure = 2.0 / len(scale), "rmse in standard deviations of each target"
+    values = {
+        name: float(max(0.0, factor * loss) ** power) for name, loss in rehearsal.losses.items()
+    }
+    return rehearsal._replace(measure=measure, values=values)
+
+
+_NOW = "it is better than the others by more than one standard error"
+_LATER = (
+    "it is expected to be better than the others by more than one standard error when it has as "
+    "many rows as are private"
+)
+_CONTAINED = (
+    "they contain the linear model and are not worse than it by more than one standard error"
+)
+
+
+def _least_loss(family: Family, targets: np.ndarray) -> np.ndarray:
+    """Returns the loss of each row if its target is predicted exactly."""
+    if family == SQUARED_ERROR:
+        return -0.5 * (targets**2).sum(axis=1)
+    if family == POISSON:
+        return (targets - scipy.special.xlogy(targets, targets)).sum(axis=1)
+    return np.zeros(len(targets))
 
 
 def rehearse(
@@ -470,6 +516,7 @@ def rehearse(
     extrapolates = family == SQUARED_ERROR
     seen: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
     expected: dict[str, list[np.ndarray]] = {name: [] for name in _MODELS}
+    least: list[np.ndarray] = []
     views = (seen, expected) if extrapolates else (seen,)
     more = (1 - (len(rows) / max(num_private, len(rows))) ** 0.5) / (2**0.5 - 1)
 
@@ -495,6 +542,7 @@ def rehearse(
                     for name, scorer in scorers.items()
                 }
             )
+        least.append(judges.weighted(_least_loss(family, judges.targets)))
         for name in tried:
             half, whole = found[0][name], found[-1][name]
             seen[name].append(whole)
@@ -505,13 +553,26 @@ def rehearse(
         ):
             tried = others
 
-    chosen = "linear" if is_worse(seen, "trees", "linear", by=1) else "trees"
-    if "network" in tried:
-        for losses in views:
-            if all(is_worse(losses, other, "network", by=1) for other in others):
-                chosen = "network"
-    means = {name: float(np.concatenate(losses).mean()) for name, losses in seen.items()}
-    return Rehearsal(means, chosen)
+    means = {
+        # A network that was given up has seen fewer folds.
+        name: float(np.concatenate(losses).mean() - np.concatenate(least[: len(losses)]).mean())
+        for name, losses in seen.items()
+    }
+    ahead = [
+        "network" in tried and all(is_worse(losses, other, "network", by=1) for other in others)
+        for losses in views
+    ]
+    if any(ahead):
+        return Rehearsal(means, "network", _NOW if ahead[0] else _LATER)
+    if is_worse(seen, "trees", "linear", by=1):
+        chosen, reason = "linear", "trees are worse by more than one standard error"
+    elif means["trees"] < means["linear"]:
+        chosen, reason = "trees", "they are better than the linear model"
+    else:
+        chosen, reason = "trees", _CONTAINED
+    if means["network"] < means[chosen]:
+        reason += ", and the network is not ahead of both by more than one standard error"
+    return Rehearsal(means, chosen, reason)
 
 
 def _rehearsed(
@@ -555,16 +616,19 @@ class _Auto(_Nonlinear):
     def _plan(self, problem: _Problem, x: np.ndarray | None, private: Any, delta: float) -> Any:
         self.rehearsal_, chosen = None, "linear"
         if x is not None and len(x) >= _FEWEST_PUBLIC and not issparse(private):
-            self.rehearsal_ = rehearse(
+            found = rehearse(
                 problem.family,
                 _public_rows(problem, x),
                 self._groups(x.shape[1]),
                 num_private=len(private),
                 one_step_noise=self._one_step(len(private), delta).noise_multiplier,
             )
+            self.rehearsal_ = _measured(problem, found)
             chosen = self.rehearsal_.chosen
             if chosen == "network" and self.adjacency != "zero-out":
                 chosen = "trees"
+                reason = f"a network needs zero-out adjacency, got {self.adjacency}"
+                self.rehearsal_ = self.rehearsal_._replace(chosen=chosen, reason=reason)
         self._kind = {"linear": _PrivateLinearModel, "trees": _Trees, "network": _Networks}[chosen]
         self.model_ = chosen
         return self._kind._plan(self, problem, x, private, delta)

@@ -528,7 +528,11 @@ def fit_files(
         "model": scorer.kind,
     }
     if (rehearsal := getattr(estimator, "rehearsal_", None)) is not None:
-        results["rehearsal"] = dict(rehearsal.losses)
+        results["rehearsal"] = {
+            "measure": rehearsal.measure,
+            "models": dict(rehearsal.values),
+            "reason": rehearsal.reason,
+        }
     if isinstance(scorer, LinearScorer):
         results["coefficients"] = evaluation.largest_effects(
             encoding,
