@@ -14,8 +14,8 @@ import pytest
 
 from mirrordp import cli
 from mirrordp.privacy import FullBatch
-from mirrordp.report import Curve, ReportError, RunReport, card, charts
-from mirrordp.report.comparison import Comparison
+from mirrordp.report import Curve, ReportError, RunReport, card, charts, page
+from mirrordp.report.comparison import BARS, Comparison
 from mirrordp.report.page import comparison_page, report_page
 from tests import remembered
 from tests.test_report import DELTA, make_mechanism
@@ -526,3 +526,44 @@ def test_changed_ledgers_are_refused(ledger):
     assert "they share one budget, of which 25%" in Page(report_page(report, run="r")).text
     with pytest.raises(ReportError, match="changed or missing parts"):
         RunReport.from_dict(content | {"ledger": ledger})
+
+
+def test_bars_are_as_long_as_the_text_says(monkeypatch):
+    """One standard error in the table, in the figure and on the page, and both say so."""
+    import matplotlib.axes
+    import matplotlib.figure
+
+    drawn, told = [], []
+    original = matplotlib.axes.Axes.errorbar
+
+    def errorbar(self, x, y, yerr, **options):
+        drawn.append((y, yerr))
+        return original(self, x, y, yerr, **options)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "errorbar", errorbar)
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "supxlabel", lambda self, text, **_: told.append(text)
+    )
+    report = table_report("y", 0.3625)
+    report = dataclasses.replace(
+        report, results={**report.results, "test_rmse_standard_error": 0.02}
+    )
+    comparison = Comparison.of({"a": report})
+    assert "0.3625 +- 0.02" in comparison.text()
+    assert "+- is one standard error" in comparison.text()
+    comparison.figure()
+    assert drawn == [([0.3625], [0.02])]
+    assert told == [BARS]
+    assert BARS.startswith("Bars are one standard error to either side")
+    series = []
+    both_sizes = page.both_sizes
+
+    def kept(found, **options):
+        series.extend(found)
+        return both_sizes(found, **options)
+
+    monkeypatch.setattr(page, "both_sizes", kept)
+    assert BARS in comparison_page(comparison)
+    assert [*series[0].low, *series[0].high] == pytest.approx([0.3425, 0.3825])
+    # Without errors there are no bars to speak of.
+    assert BARS not in comparison_page(Comparison.of({"a": table_report("y", 0.3625)}))

@@ -11,13 +11,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mirrordp._rounding import upwards
 from mirrordp.report.charts import PALETTE
 from mirrordp.report.statement import RunReport
 from mirrordp.report.stored import ReportError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BARS = "Bars are one standard error to either side, where the runs state it."
 _ERROR = "_standard_error"
 _HIGHER_IS_BETTER = re.compile(r"accuracy|auc|r2|score|precision|recall|f1")
 # More names beside points would overlap.
@@ -137,6 +141,11 @@ class Comparison:
         """The different targets that the rows predict, as far as their reports say."""
         return sorted({row.target for row in self.rows if row.target is not None})
 
+    @property
+    def has_errors(self) -> bool:
+        """Whether a run states the standard error of what is compared."""
+        return any(self.metric in row.errors for row in self.rows)
+
     def label(self, row: Outcome) -> str:
         """Returns the method of a row, with its target if the rows have different ones."""
         if len(self._targets) < 2 or row.target is None:
@@ -197,7 +206,7 @@ class Comparison:
             )
         if self.metric is None:
             found.append("The runs share no measure of model quality, so only their cost is shown.")
-        elif any(row.errors for row in self.rows):
+        elif self.has_errors:
             found.append("± is one standard error.")
         found += self._together()
         if not all(row.report.is_for_release for row in self.rows):
@@ -295,6 +304,11 @@ class Comparison:
         Raises:
             ReportError: if there is no quantity to draw, or no run with a finite ε.
         """
+        buffer = io.BytesIO()
+        self._drawn().savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+    def _drawn(self) -> "Figure":
         from matplotlib.figure import Figure
 
         groups = self.groups()
@@ -309,7 +323,7 @@ class Comparison:
             axes.errorbar(
                 [row.report.epsilon for row in rows],
                 [row.values[self.metric] for row in rows],
-                yerr=[2 * row.errors.get(self.metric, 0.0) for row in rows],
+                yerr=[row.errors.get(self.metric, 0.0) for row in rows],
                 color=PALETTE[index % len(PALETTE)],
                 marker="s^oDvP"[index % 6],
                 ls=("-", "--", ":", "-.")[index % 4],
@@ -336,9 +350,9 @@ class Comparison:
         axes.legend(frameon=False)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150)
-        return buffer.getvalue()
+        if self.has_errors:
+            figure.supxlabel(BARS, fontsize=9, color="#444444", x=0.01, ha="left")
+        return figure
 
 
 def spans_decades(comparison: Comparison) -> bool:

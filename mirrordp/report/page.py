@@ -15,6 +15,7 @@ from mirrordp._versions import VERSION
 from mirrordp.report import card
 from mirrordp.report.charts import Series, bars, both_sizes, legend
 from mirrordp.report.comparison import (
+    BARS,
     Comparison,
     Outcome,
     higher_is_better,
@@ -506,7 +507,7 @@ def _trade_off(comparison: Comparison) -> str:
     series = []
     for look, (label, rows) in enumerate(groups.items()):
         values = [row.values[metric] for row in rows]
-        errors = [2 * row.errors.get(metric, 0.0) for row in rows]
+        errors = [row.errors.get(metric, 0.0) for row in rows]
         series.append(
             Series(
                 label,
@@ -527,13 +528,13 @@ def _trade_off(comparison: Comparison) -> str:
         y_label=f"{metric} ({better} is better)",
         log_x=spans_decades(comparison),
     )
-    caption = "Bars are two standard errors to either side, where the runs state them."
+    caption = [BARS] if comparison.has_errors else []
     left_out = len(comparison.rows) - sum(map(len, groups.values()))
     if left_out:
-        caption += f" Not drawn: {left_out} row(s) whose epsilon is zero or infinite."
+        caption.append(f"Not drawn: {left_out} row(s) whose epsilon is zero or infinite.")
     return _section(
         "Privacy and utility",
-        f"<figure>{legend(series)}{drawn}<figcaption>{caption}</figcaption></figure>",
+        f"<figure>{legend(series)}{drawn}<figcaption>{' '.join(caption)}</figcaption></figure>",
     )
 
 
