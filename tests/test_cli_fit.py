@@ -681,7 +681,7 @@ def test_rows_to_judge_by(capsys, tmp_path, task):
     )
     rows = [line for line in shown[2:] if line.startswith("  ")]
     for name, row in zip(METRICS[task], rows, strict=True):
-        assert row.startswith(f"  {name.replace('_', ' ')} ")
+        assert row.startswith(f"  {name} ")
     results = json.loads((files["out"] / "report.json").read_text())["results"]
     for prefix in ("test", "public", "baseline"):
         assert {f"{prefix}_{name}" for name in METRICS[task]} <= set(results)

@@ -337,15 +337,13 @@ def _rehearsed(rehearsal: Mapping[str, Any], chosen: str) -> str:
 
 def _print_scores(test: Mapping[str, Any]) -> None:
     """Prints one line per measure, and one column per model."""
-    from mirrordp.report.evaluation import TestResults
-
     models = test["models"]
     names = list(dict.fromkeys(name for measured in models.values() for name in measured))
     table = [["", *models]]
     for name in names:
         cells = [measured.get(name) for measured in models.values()]
         shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
-        table.append([TestResults.in_words(name), *shown])
+        table.append([name, *shown])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
     for row in table:

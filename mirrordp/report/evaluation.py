@@ -116,12 +116,6 @@ class TestResults:
     models: Mapping[str, Mapping[str, Score]]
     curves: tuple[TestCurve, ...]
 
-    @staticmethod
-    def in_words(measure: str) -> str:
-        """Returns the name of a measure without underscores; that of a target stays as it is."""
-        name, of, target = measure.partition(" of ")
-        return name.replace("_", " ") + of + target
-
     @property
     def measures(self) -> list[str]:
         """The names of all measures."""

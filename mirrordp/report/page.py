@@ -361,7 +361,7 @@ def _on_test_rows(report: RunReport) -> str:
     rows = [
         # The line may end before the interval, and not within it.
         [
-            tested.in_words(name),
+            name,
             *(
                 str(scores.get(name, "–")).replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
                 for scores in tested.models.values()
