@@ -756,8 +756,39 @@ class TestCommandLine:
         assert self.fit(files, epsilon="3") == 2
         message = capsys.readouterr().err
         assert "at most epsilon 2.7" in message
+        assert re.search(r" Lower --epsilon to at most 2\.7\d*, or stop here\. ", message)
+        assert "Add noise" not in message
         assert not (files / "model").exists()
         assert not (files / "model.run").exists()
+
+    def test_the_epsilon_that_a_refusal_names_fits(self, files, capsys):
+        assert self.init(files) == 0
+        assert self.fit(files, epsilon="3") == 2
+        (room,) = re.findall(r"Lower --epsilon to at most (\S+),", capsys.readouterr().err)
+        assert self.fit(files, epsilon=room) == 0
+        # Little is left.
+        capsys.readouterr()
+        assert self.fit(files, "other", "1") == 2
+        (left,) = re.findall(r"Lower --epsilon to at most (\S+),", capsys.readouterr().err)
+        assert float(left) < 0.5
+        with Budget.open(files / "b", data=files / "private.csv") as budget:
+            budget.charge(dp_accounting.GaussianDpEvent(budget.least_noise * (1 + 1e-12)))
+        assert self.fit(files, "other", "1") == 2
+        message = capsys.readouterr().err
+        assert "nothing is left. Stop here. " in message
+        assert "epsilon to at most" not in message
+
+    def test_a_network_that_is_refused_names_models_that_fit(self, files, capsys):
+        """It samples its batches, so it takes more of a budget than other models of its epsilon."""
+        assert self.init(files) == 0
+        with Budget.open(files / "b") as budget:
+            room = budget.largest_epsilon(1e-6)
+        assert self.fit(files, "model", str(room), "--model", "network") == 2
+        message = capsys.readouterr().err
+        assert " Lower --epsilon, use --model linear or trees, or stop here. " in message
+        assert "noise_multiplier" not in message
+        assert "Add noise" not in message
+        assert self.fit(files, "model", str(room), "--model", "linear") == 0
 
     def test_what_it_says_would_fit_does(self, files, capsys):
         assert self.init(files) == 0

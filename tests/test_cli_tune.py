@@ -110,7 +110,10 @@ def test_paid_search_is_charged_to_the_budget(folder, capsys, extra, said):
     # What is left does not admit a second search.
     shutil.rmtree(folder / "out")
     assert run(folder, extra + SPACE) == 2
-    assert "budget" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "budget" in error
+    assert " Lower epsilon in the settings, or stop here. " in error
+    assert "Add noise" not in error
 
 
 def budget_for_the_file(folder):

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,11 @@ def _run(arguments: argparse.Namespace) -> int:
         _check_tables(config, path)
         folder = path.resolve().parent
         options: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack, interruptible("Nothing was released."):
+        with (
+            contextlib.ExitStack() as stack,
+            interruptible("Nothing was released."),
+            _refusals_advise_epsilon(),
+        ):
             found = _Names(folder)
             private = found.rows(config["private"], "private")
             if "budget" in config:
@@ -113,6 +117,17 @@ def _run(arguments: argparse.Namespace) -> int:
     print(result.report.statement())
     print(f"Wrote model.npz, report.json and privacy_card.md to {arguments.out}/")
     return 0
+
+
+@contextlib.contextmanager
+def _refusals_advise_epsilon() -> Iterator[None]:
+    """Lets a budget's refusal advise a smaller epsilon, which decides the noise here."""
+    from mirrordp.spending.budget import BudgetError
+
+    try:
+        yield
+    except BudgetError as error:
+        raise error.advising("Lower epsilon in the settings") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

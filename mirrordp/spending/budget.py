@@ -56,7 +56,28 @@ Data: TypeAlias = "str | os.PathLike[str] | PrivateData | PrivateClients"
 
 
 class BudgetError(LedgerError):
-    """A run that the budget does not admit."""
+    """A run that the budget does not admit.
+
+    Attributes:
+        problem: the message without its advice, if there is too little left for the run.
+        room: ε of the largest full-batch run that would fit, if there is too little left.
+    """
+
+    problem: str | None = None
+    room: float = 0.0
+
+    def advising(self, advice: str) -> BudgetError:
+        """Returns a refusal for lack of room with other advice; any other error as it is."""
+        if self.problem is None:
+            return self
+        advice = f"{advice}, or stop here" if self.room > 0 else "Stop here"
+        return BudgetError(f"{self.problem} {advice}. {_WHY_MORE}")
+
+
+_WHY_MORE = (
+    "Costs add up at fixed Renyi orders, which takes a little more than the epsilon of each run "
+    "alone suggests."
+)
 
 
 def renyi_limit(epsilon: float, delta: float, order: float) -> float:
@@ -589,13 +610,16 @@ class Budget:
         left = "nothing is left"
         if room > 0:
             left = f"a full-batch run of at most epsilon {room:g} at delta {delta:g} would fit"
-        raise BudgetError(
+        problem = (
             f"expected a run within the budget of epsilon {self._epsilon:g}, delta "
             f"{self._delta:g}, of which {percent_upwards(self.status.used)} is used, got one that "
-            f"takes {percent_upwards(share)}; {left}.{advice} Add noise, take fewer steps, or stop "
-            "here. Costs add up at fixed Renyi orders, which takes a little more than the epsilon "
-            "of each run alone suggests."
+            f"takes {percent_upwards(share)}; {left}."
         )
+        error = BudgetError(
+            f"{problem}{advice} Add noise, take fewer steps, or stop here. {_WHY_MORE}"
+        )
+        error.problem, error.room = problem, room
+        raise error
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
         """Charges an event, and returns when it is on disk. See `FileLedger.charge`.

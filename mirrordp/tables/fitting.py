@@ -30,7 +30,7 @@ from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.report import RunReport, write_atomically
 from mirrordp.spending import files as _files
-from mirrordp.spending.budget import Budget
+from mirrordp.spending.budget import Budget, BudgetError
 from mirrordp.spending.ledger import Ledger
 from mirrordp.tables import (
     TASKS,
@@ -510,15 +510,19 @@ def fit_files(
             random_state=seed,
             **settings,
         )
-        estimator.fit(
-            secret.features,
-            secret.target,
-            X_public=known.features[usable],
-            y_public=known.target[usable],
-            counts=computed_rows(np.logical_not, secret.unusable),
-            spend=spend,
-            checkpoint=checkpoint,
-        )
+        try:
+            estimator.fit(
+                secret.features,
+                secret.target,
+                X_public=known.features[usable],
+                y_public=known.target[usable],
+                counts=computed_rows(np.logical_not, secret.unusable),
+                spend=spend,
+                checkpoint=checkpoint,
+            )
+        except BudgetError as error:
+            # Only a network costs more than the room that was asked for above.
+            raise error.advising("Lower --epsilon, use --model linear or trees") from None
     scorer, public_scorer = _scorers(estimator)
     fitted = TableModel(task=task, encoding=encoding, scorer=scorer, privacy={})
     results = {
@@ -724,7 +728,10 @@ def _require_room(budget: Budget, epsilon: float, delta: float) -> None:
     """
     noise = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
     event = accounting.full_batch_event(budget.adjacency.distance * noise, num_steps=1)
-    budget.admit_event(event, delta=delta)
+    try:
+        budget.admit_event(event, delta=delta)
+    except BudgetError as error:
+        raise error.advising(f"Lower --epsilon to at most {error.room:g}") from None
 
 
 def _estimator(task: str, kind: str, encoding: TableEncoding, **options: Any) -> Any:
