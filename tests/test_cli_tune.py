@@ -222,28 +222,29 @@ def test_budget_for_rows_refuses_other_rows(folder, capsys):
     assert used(folder) == 0
 
 
-@pytest.mark.parametrize("way", ["free", "paid"])
-def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeypatch, way):
-    with np.load(folder / "private.npz") as rows:
-        private = mirrordp.PrivateData(dict(rows))
-    Budget.create(folder / "budget", epsilon=3.0, delta=1e-4, data=private).close()
+@pytest.mark.parametrize(
+    ("way", "kind"), [("free", "rows"), ("paid", "rows"), ("free", "file"), ("paid", "file")]
+)
+def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeypatch, way, kind):
+    if kind == "file":
+        budget_for_the_file(folder)
+    else:
+        with np.load(folder / "private.npz") as rows:
+            private = mirrordp.PrivateData(dict(rows))
+        Budget.create(folder / "budget", epsilon=3.0, delta=1e-4, data=private).close()
     extra = f'budget = "budget"\ncheckpoint = "secret"\nway = "{way}"\n' + SPACE
 
     def full(result, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def used():
-        with Budget.open(folder / "budget") as budget:
-            return budget.status.used
-
     with monkeypatch.context() as patch:
         patch.setattr("mirrordp.cli.tune._write", full)
         assert run(folder, extra) == 2
-    charged = used()
+    charged = used(folder)
     assert charged > 0
     assert (folder / "secret" / "secret.key").exists()
     assert run(folder, extra) == 0
-    assert used() == charged
+    assert used(folder) == charged
     assert (folder / "out" / "model.npz").exists()
     assert not (folder / "secret" / "secret.key").exists()
 
