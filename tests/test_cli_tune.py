@@ -250,6 +250,45 @@ def test_a_model_that_could_not_be_written_is_not_paid_for_twice(folder, monkeyp
 
 
 @pytest.mark.parametrize(
+    "where", ["mirrordp.report.statement.RunReport.write", "mirrordp.Checkpoint.remove"]
+)
+def test_a_kill_while_the_model_is_written_leaves_no_secrets(folder, capsys, monkeypatch, where):
+    """The same command finds what it had written, writes the rest and removes the secrets."""
+    extra = 'checkpoint = "secret"\nway = "paid"\n' + SPACE
+
+    def killed(*_):
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, killed)
+        with pytest.raises(SystemExit):
+            run(folder, extra)
+    model = dict(np.load(folder / "out" / "model.npz"))
+    (folder / "out" / ".model.npz.half").touch()
+    assert run(folder, extra) == 0
+    for name, array in np.load(folder / "out" / "model.npz").items():
+        np.testing.assert_array_equal(array, model[name])
+    assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(tune._WRITTEN)
+    assert not (folder / "secret" / "secret.key").exists()
+    # Without secrets that are left, a folder with a model is refused as ever.
+    assert run(folder, extra) == 2
+    assert "it is not empty" in capsys.readouterr().err
+
+
+def test_another_model_is_not_written_over(folder, capsys, monkeypatch):
+    extra = 'checkpoint = "secret"\nway = "paid"\n' + SPACE
+    with monkeypatch.context() as patch:
+        patch.setattr("mirrordp.Checkpoint.remove", lambda self: None)
+        assert run(folder, extra) == 0
+    np.savez(folder / "out" / "model.npz", other=np.zeros(2))
+    before = (folder / "out" / "model.npz").read_bytes()
+    assert run(folder, extra) == 2
+    assert "with another model" in capsys.readouterr().err
+    assert (folder / "out" / "model.npz").read_bytes() == before
+    assert (folder / "secret" / "secret.key").exists()
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda text: text.replace("epsilon", "epsilom"), "epsilom"),

@@ -65,9 +65,11 @@ def _run(arguments: argparse.Namespace) -> int:
         from mirrordp.tables.fitting import check_new_folder
         from mirrordp.training.checkpoint import Checkpoint
 
-        check_new_folder(arguments.out)
+        folder, out = path.resolve().parent, Path(arguments.out)
+        is_again = "checkpoint" in config and _was_cut_short(folder / config["checkpoint"], out)
+        if not is_again:
+            check_new_folder(out)
         _check_tables(config, path)
-        folder = path.resolve().parent
         options: dict[str, Any] = {}
         with (
             contextlib.ExitStack() as stack,
@@ -104,7 +106,9 @@ def _run(arguments: argparse.Namespace) -> int:
                 **options,
                 **config.get("step", {}),
             )
-        _write(result, Path(arguments.out))
+        if is_again:
+            _require_same(result, out)
+        _write(result, out)
         if "checkpoint" in options:
             options["checkpoint"].remove()
     settings = None if result.settings is None else result.settings.to_dict()
@@ -112,8 +116,9 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json({"settings": settings, "score": result.score, "report": result.report.to_dict()})
         return 0
     if result.rehearsal is not None:
-        print(result.rehearsal)
-    print(f"Chosen: {'the start' if result.settings is None else result.settings}.")
+        print(f"Rehearsal on public rows, score of each candidate:\n{result.rehearsal}")
+    score = "" if result.score is None else f", by its score of {result.score:.4g}"
+    print(f"Chosen: {'the start' if result.settings is None else result.settings}{score}.")
     print(result.report.statement())
     print(f"Wrote model.npz, report.json and privacy_card.md to {arguments.out}/")
     return 0
@@ -290,21 +295,58 @@ def _number_of_runs(config: Mapping[str, Any]) -> Any:
     return NumberOfRuns(table["mean"], _DISTRIBUTIONS[shape])
 
 
+_MODEL = "model.npz"
+_WRITTEN = (_MODEL, "report.json", "privacy_card.md")
+
+
+def _was_cut_short(checkpoint: Path, out: Path) -> bool:
+    """Returns whether a search may have been killed while it wrote what it had found."""
+    from mirrordp.training.checkpoint import checkpoint_files
+
+    if not checkpoint_files(checkpoint) or not out.is_dir():
+        return False
+    # The name of a file that was only half written begins with a dot.
+    ours = (*_WRITTEN, *(f".{name}." for name in _WRITTEN))
+    return all(path.name.startswith(ours) for path in out.iterdir())
+
+
+def _require_same(result: Any, out: Path) -> None:
+    """Refuses to write over another model than the one that the search had written."""
+    import numpy as np
+
+    from mirrordp.spending.files import remove_leftovers
+
+    for name in _WRITTEN:
+        remove_leftovers(out, name)
+    if not (out / _MODEL).exists():
+        return
+    with np.load(out / _MODEL) as written:
+        before, now = dict(written), _arrays(result)
+    if before.keys() != now.keys() or any((before[k] != now[k]).any() for k in now):
+        raise UsageError(
+            f"expected --out to be a new or empty folder, got {str(out)!r} with another model; "
+            "choose another. The search is over, and the same command writes what it found there."
+        )
+
+
+def _arrays(result: Any) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    leaves = jax.tree_util.tree_leaves_with_path(result.params)
+    return {jax.tree_util.keystr(path) or "params": np.asarray(leaf) for path, leaf in leaves}
+
+
 def _write(result: Any, folder: Path) -> None:
     """Writes the model and its report."""
     import io
 
-    import jax
     import numpy as np
 
     from mirrordp.spending.files import write_atomically
 
-    leaves = jax.tree_util.tree_leaves_with_path(result.params)
-    arrays: dict[str, Any] = {
-        jax.tree_util.keystr(path) or "params": np.asarray(leaf) for path, leaf in leaves
-    }
     content = io.BytesIO()
-    np.savez(content, **arrays)
+    np.savez(content, **_arrays(result))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "model.npz", content.getvalue())
+    write_atomically(folder / _MODEL, content.getvalue())
     result.report.write(folder)
