@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import dp_accounting
 import hypothesis
@@ -804,6 +805,42 @@ class TestCommandLine:
         assert self.fit(files, "model", "1", "--data-changed") == 0
         assert cli.main(["budget", "show", str(files / "b")]) == 0
         assert "by 1 run" in capsys.readouterr().out
+
+    def test_a_refused_run_on_a_changed_file_binds_nothing(self, files, capsys, monkeypatch):
+        """The run that is resumed had other rows, so it is refused, whatever is acknowledged."""
+        assert self.init(files) == 0
+        whole = (files / "private.csv").read_bytes()
+
+        def killed(*_, **__):
+            raise SystemExit(9)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("mirrordp.tables.fitting._scorers", killed)
+            with pytest.raises(SystemExit):
+                self.fit(files)
+        (files / "private.csv").write_bytes(whole.replace(b"1", b"2", 1))
+        records = (files / "b" / "ledger.jsonl").read_bytes()
+        assert self.fit(files, "model", "1", "--resume", "--data-changed") == 2
+        assert (files / "b" / "ledger.jsonl").read_bytes() == records
+        (files / "private.csv").write_bytes(whole)
+        assert self.fit(files, "model", "1", "--resume") == 0
+        kinds = [record["kind"] for record in FileLedger.read(files / "b" / "ledger.jsonl").records]
+        assert "data" not in kinds
+
+    def test_a_file_that_changes_after_it_was_compared(self, files, capsys, monkeypatch):
+        from mirrordp.tables import fitting
+
+        assert self.init(files) == 0
+        right = fitting.read_batches
+
+        def changed(path, **options):
+            text = path.read_bytes()
+            path.write_bytes(text.replace(b"1", b"2", 1))
+            return right(path, **options)
+
+        monkeypatch.setattr(fitting, "read_batches", lambda path, **o: changed(Path(path), **o))
+        assert self.fit(files) == 2
+        assert "data that differs" in capsys.readouterr().err
 
     def test_a_changed_file_that_cannot_be_read_binds_nothing(self, files, capsys):
         """Bound to it, the budget would refuse the file that it was made for."""

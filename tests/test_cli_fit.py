@@ -200,7 +200,8 @@ class TestModels:
         assert cli.main([*options, "--model", "trees", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["model"] == "trees"
-        assert shown["test"]["this model"]["rmse"]["value"] < 0.6
+        # 0.58 ± 0.015 over 24 seeds, where a linear model has 1.
+        assert shown["test"]["this model"]["rmse"]["value"] < 0.7
         assert shown["test"]["public rows alone"]["rmse"]["value"] > 0.9
         model = mirrordp.load_model(files["out"])
         assert model.scorer.kind == "trees"

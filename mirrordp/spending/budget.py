@@ -144,6 +144,8 @@ class Budget:
         self._folder, self._ledger = folder, ledger
         self._verified = self._may_change = False
         self._file: Path | None = None
+        # Data that the caller acknowledges to have changed; bound to them by the next charge.
+        self._changed: Mapping[str, Any] | None = None
         try:
             header = ledger.records[0]["budget"]
             self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
@@ -397,6 +399,8 @@ class Budget:
     @property
     def _bound(self) -> Mapping[str, Any]:
         """The kind and the fingerprint of the data that the budget is for."""
+        if self._changed is not None:
+            return self._changed
         return [record for record in self._ledger.records if "data" in record][-1]["data"]
 
     def _compare(self, data: Data, data_changed: bool) -> None:
@@ -415,7 +419,7 @@ class Budget:
                     "(mirrordp fit --data-changed, or Budget.open(..., data_changed=True)) to use "
                     "what is left of this budget."
                 )
-            self._ledger.append("data", {"data": found})
+            self._changed = found
 
     def check_parts(self, parts: Sequence[str]) -> None:
         """Raises a `BudgetError` if processes hold other rows than in the first run of several.
@@ -632,6 +636,9 @@ class Budget:
         with self._ledger.mutex:
             if not self._fits(cost):
                 self._refuse(cost)
+            if self._changed is not None:
+                self._ledger.append("data", {"data": self._changed})
+                self._changed = None
             self._ledger.charge(event, block=block)
             self._spent = self._spent + cost
 
