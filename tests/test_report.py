@@ -287,7 +287,7 @@ def test_card_names_the_delta_of_two_records():
 def test_card_of_a_run_that_read_nothing():
     report = RunReport.of(make_mechanism(), DELTA, charged_steps=0)
     assert report.epsilon == 0
-    assert "looked at private records" not in report.privacy_card()
+    assert "learned from private records" not in report.privacy_card()
     assert "No step of training read private records" in report.privacy_card()
 
 
