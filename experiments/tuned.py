@@ -430,6 +430,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
     parser.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
+    parser.add_argument(
+        "--first-seed", type=at_least(0), default=0, help="the first of them, for runs side by side"
+    )
     parser.add_argument("--most-rows", type=at_least(1000), help="private rows at most")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data")
     add_result_options(parser, RESULTS)
@@ -441,7 +444,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {tuple(line[key] for key in keys) for line in records.read(path)}
     rows = arguments.most_rows
     tasks_: list[str] = arguments.tasks
-    for seed, name in ((seed, name) for seed in range(arguments.seeds) for name in tasks_):
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for seed, name in itertools.product(seeds, tasks_):
         left = [
             (epsilon, method)
             for epsilon, method in itertools.product(arguments.epsilons, arguments.methods)

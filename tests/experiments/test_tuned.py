@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import datasets, models, tuned
+from experiments import datasets, models, records, tuned
 from experiments.datasets.prepared import Prepared
 from experiments.deep import tasks
 from experiments.stackoverflow import data as users
@@ -64,6 +64,8 @@ def test_images_are_run_and_what_is_done_is_not_repeated(tiny_images, tmp_path, 
     assert "| emnist | 1,000 | 8 | accuracy |" in capsys.readouterr().out
     tuned.main(command)
     assert (tmp_path / "runs.jsonl").read_text() == first
+    tuned.main([*command, "--methods", "start", "--first-seed", "4"])
+    assert [line["seed"] for line in records.read(tmp_path / "runs.jsonl")] == [0, 0, 4]
 
 
 def test_rows_are_scaled_by_public_ones():
