@@ -337,6 +337,9 @@ class TestRuns:
             np.save(tmp_path / "rows.npy", ROWS.arrays + 1)
             with pytest.raises(BudgetError, match="got data that differs"):
                 train(opened, PrivateData(np.load(tmp_path / "rows.npy")))
+            model = PrivateLinearRegression(epsilon=0.1, delta=1e-6, row_norm_bound=1.0)
+            with pytest.raises(BudgetError, match="got data that differs"):
+                model.fit(np.ones((50, 2)), np.ones(50), spend=opened)
             assert opened.status.runs == 2
 
     def test_a_folder_of_checkpoints_is_no_place_for_a_budget(self, folder, tmp_path):
@@ -439,6 +442,10 @@ class TestRuns:
         budget.close()
         with Budget.open(folder, data=ROWS, data_changed=True) as opened:
             opened.claim_parts(["a", "c"])
+            other = PrivateData(ROWS.arrays + 1)
+            opened.check_data(other, data_changed=True)
+            # Together with the data, by a charge: a run that was killed before it binds nothing.
+            opened.claim_parts(["d", "e"])
         with Budget.open(folder, data=ROWS) as opened:
             opened.claim_parts(["a", "c"])
             with pytest.raises(BudgetError, match="in process 2"):

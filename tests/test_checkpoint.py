@@ -577,6 +577,41 @@ class TestSecrets:
         assert contents(tmp_path / "run") == before
         assert bits(last(run(tmp_path / "run", resume=True))[0]) == bits(uninterrupted()[0])
 
+    def test_a_folder_that_is_gone_does_not_take_the_result_with_it(self, tmp_path):
+        """What was paid for is returned; another run's folder in its place is left alone."""
+        for place in ("gone", "another"):
+            ledger = FileLedger.create(tmp_path / f"{place}.ledger", mirrordp.Adjacency.ZERO_OUT)
+            checkpoint = Checkpoint(tmp_path / place)
+            opened = checkpoint.open(mirrordp.Adjacency.ZERO_OUT, ledger)
+            (tmp_path / place).rename(tmp_path / f"{place}-moved")
+            if place == "gone":
+                opened.finish()
+                continue
+            interrupted(tmp_path / place, 1)
+            before = contents(tmp_path / place)
+            with pytest.warns(UserWarning, match="was exchanged"):
+                opened.finish()
+            assert contents(tmp_path / place) == before
+
+    def test_secrets_are_removed_where_they_are_and_not_from_a_run_that_goes_on(self, tmp_path):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        link = tmp_path / "run"
+        link.symlink_to(tmp_path / "one")
+        checkpoint = Checkpoint(link, keep=True)
+        tools.last(run(link, keep=True))
+        link.unlink()
+        link.symlink_to(tmp_path / "two")
+        interrupted(link, 1)
+        checkpoint.remove()
+        assert not checkpoint_files(tmp_path / "one")
+        assert checkpoint_files(tmp_path / "two")
+        steps = run(tmp_path / "three")
+        next(steps)
+        with pytest.raises(LockedError):
+            Checkpoint(tmp_path / "three").remove()
+        list(steps)
+
     def test_a_link_that_is_moved_leaves_no_secrets(self, tmp_path):
         for name in ("one", "two"):
             (tmp_path / name).mkdir()

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tomllib
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import mirrordp
 from mirrordp import cli
 from mirrordp.cli import tune
+from mirrordp.cli._common import UsageError
 from mirrordp.spending import Budget
 from mirrordp.tuning import NumberOfRuns, grid
 
@@ -273,6 +275,21 @@ def test_a_kill_while_the_model_is_written_leaves_no_secrets(folder, capsys, mon
     # Without secrets that are left, a folder with a model is refused as ever.
     assert run(folder, extra) == 2
     assert "it is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_model_is_known_by_its_bits(tmp_path, dtype):
+    """Also NaN, a number that a file knows by its size alone, and another shape."""
+    import jax.numpy as jnp
+
+    def found(*numbers):
+        return types.SimpleNamespace(params=jnp.asarray(numbers, dtype))
+
+    np.savez(tmp_path / "model.npz", **tune._arrays(found(1.0, np.nan)))
+    tune._require_same(found(1.0, np.nan), tmp_path)
+    for other in (found(1.0, 2.0), found(1.0), found(1.0, np.nan, 3.0)):
+        with pytest.raises(UsageError, match="with another model"):
+            tune._require_same(other, tmp_path)
 
 
 def test_another_model_is_not_written_over(folder, capsys, monkeypatch):

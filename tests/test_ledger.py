@@ -157,6 +157,20 @@ class TestFile:
                     first.charge(GAUSSIAN)
         assert len(FileLedger.read(filled).records) == 7
 
+    def test_what_is_appended_while_it_is_opened_is_no_torn_record(self, filled, monkeypatch):
+        right = ledger_module._read
+        copy = filled.read_bytes()
+
+        def appended(path):
+            found = right(path)
+            path.write_bytes(copy + b"more\n")
+            return found
+
+        monkeypatch.setattr(ledger_module, "_read", appended)
+        with pytest.raises(LedgerError, match="another process that writes"):
+            FileLedger.open(filled)
+        assert filled.read_bytes() == copy + b"more\n"
+
     def test_records_have_no_time_of_day(self, filled):
         """Seconds between charges would tell how many runs a paid search had."""
         for record in FileLedger.read(filled).records:

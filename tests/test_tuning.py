@@ -320,6 +320,19 @@ class TestRehearsal:
         with pytest.raises((TypeError, ValueError), match=message):
             tune(**given)
 
+    def test_public_rows_with_a_loss_of_their_own_may_have_more_arrays(self):
+        private = PrivateData({"x": PRIVATE.arrays})
+        public = PublicData({"x": PUBLIC.arrays, "weight": np.ones(len(PUBLIC), np.float32)})
+
+        def loss(params, row):
+            return tools.squared_distance(params, row["x"])
+
+        found = mirrordp.tune(
+            loss, START, private, public, space=SPACE, seed=0, **TARGET,
+            public_loss_fn=lambda params, row: row["weight"] * loss(params, row),
+        )  # fmt: skip
+        assert found.settings == SPACE[0]
+
     def test_a_loss_of_the_wrong_shape_is_not_taken_for_a_score(self):
         for space in (None, SPACE):
             with pytest.raises(ValueError, match=r"^loss_fn\(params, example\) must return one"):
@@ -363,8 +376,11 @@ class TestFree:
 
         monkeypatch.setattr(search_module, "rehearse", never)
         budget = Budget.create(tmp_path / "budget", epsilon=0.5, delta=1e-5, data=PRIVATE)
-        with pytest.raises(BudgetError, match=r"within the budget of epsilon 0\.5"):
+        with pytest.raises(BudgetError, match=r"within the budget of epsilon 0\.5.* Lower epsilon"):
             tune(way=way, spend=budget, seed=None)
+        other = PrivateData(PRIVATE.arrays + 1)
+        with pytest.raises(BudgetError, match="got data that differs"):
+            tune(way=way, spend=budget, seed=None, private=other, epsilon=0.1)
         enough = Budget.create(tmp_path / "enough", epsilon=3.0, delta=1e-4, data=PRIVATE)
         with pytest.raises(AssertionError):
             tune(way=way, spend=enough, seed=None)

@@ -454,7 +454,9 @@ def _measured(problem: _Problem, rehearsal: Rehearsal) -> Rehearsal:
         if len(scale) > 1:
             factor, measure = 2.0 / len(scale), "rmse in standard deviations of each target"
     values = {
-        name: float(max(0.0, factor * loss) ** power) for name, loss in rehearsal.losses.items()
+        # Of NaN, the other order would make zero.
+        name: float(max(factor * loss, 0.0) ** power)
+        for name, loss in rehearsal.losses.items()
     }
     return rehearsal._replace(measure=measure, values=values)
 

@@ -71,7 +71,9 @@ class BudgetError(LedgerError):
         if self.problem is None:
             return self
         advice = f"{advice}, or stop here" if self.room > 0 else "Stop here"
-        return BudgetError(f"{self.problem} {advice}. {_WHY_MORE}")
+        error = BudgetError(f"{self.problem} {advice}. {_WHY_MORE}")
+        error.problem, error.room = self.problem, self.room
+        return error
 
 
 _WHY_MORE = (
@@ -144,8 +146,10 @@ class Budget:
         self._folder, self._ledger = folder, ledger
         self._verified = self._may_change = False
         self._file: Path | None = None
-        # Data that the caller acknowledges to have changed; bound to them by the next charge.
+        # Data that the caller acknowledges to have changed, and the parts of other processes: the
+        # next charge binds the budget to them.
         self._changed: Mapping[str, Any] | None = None
+        self._changed_parts: list[str] | None = None
         try:
             header = ledger.records[0]["budget"]
             self._epsilon, self._delta = float(header["epsilon"]), float(header["delta"])
@@ -399,8 +403,9 @@ class Budget:
     @property
     def _bound(self) -> Mapping[str, Any]:
         """The kind and the fingerprint of the data that the budget is for."""
-        if self._changed is not None:
-            return self._changed
+        changed = self._changed
+        if changed is not None:
+            return changed
         return [record for record in self._ledger.records if "data" in record][-1]["data"]
 
     def _compare(self, data: Data, data_changed: bool) -> None:
@@ -448,7 +453,9 @@ class Budget:
         """Records the rows of other processes durably, if `check_parts` allows it."""
         with self._ledger.mutex:
             self.check_parts(parts)
-            if self._parts != list(parts):
+            if self._changed is not None:
+                self._changed_parts = list(parts)
+            elif self._parts != list(parts):
                 self._ledger.append("parts", {"parts": list(parts)})
 
     @property
@@ -457,7 +464,15 @@ class Budget:
         return found[-1] if found else None
 
     def require_data(self) -> None:
-        """Raises a `BudgetError` unless the budget was opened with the data that it is for."""
+        """Raises a `BudgetError` unless the budget was opened with the data that it is for.
+
+        A file is compared again: it may have changed since.
+        """
+        self._require_opened()
+        if self._file is not None:
+            self._compare(self._file, data_changed=False)
+
+    def _require_opened(self) -> None:
         if not self._verified:
             raise BudgetError(
                 f"expected the budget {str(self._folder)!r} to be opened with the data that it is "
@@ -631,16 +646,24 @@ class Budget:
         Raises:
             BudgetError: if it does not fit.
         """
-        self.require_data()
+        self._require_opened()
         cost = self._divergences(event)
         with self._ledger.mutex:
             if not self._fits(cost):
                 self._refuse(cost)
-            if self._changed is not None:
-                self._ledger.append("data", {"data": self._changed})
-                self._changed = None
+            self._bind()
             self._ledger.charge(event, block=block)
             self._spent = self._spent + cost
+
+    def _bind(self) -> None:
+        """Binds the budget to changed data, if that was acknowledged."""
+        if self._changed is None:
+            return
+        parts = self._changed_parts
+        self._ledger.append("data", {"data": self._changed})
+        self._changed = self._changed_parts = None
+        if parts is not None and parts != self._parts:
+            self._ledger.append("parts", {"parts": parts})
 
     def _fits(self, cost: np.ndarray, *, margin: float = 0.0, fraction: float = 1.0) -> bool:
         limits = self._limits * (1 - margin)

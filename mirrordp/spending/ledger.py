@@ -154,13 +154,20 @@ class FileLedger(Ledger):
     pickled.
     """
 
-    def __init__(self, path: Path, records: list[dict[str, Any]], lock: _files.Lock | None):
+    def __init__(
+        self,
+        path: Path,
+        records: list[dict[str, Any]],
+        lock: _files.Lock | None,
+        *,
+        size: int | None = None,
+    ):
         self._path = path
         self._records: list[dict[str, Any]] = []
         self._charged: dict[str, int] = {}
         self._lock = lock
         found = os.stat(path)
-        self._file, self._size = _files.identity(found), found.st_size
+        self._file, self._size = _files.identity(found), found.st_size if size is None else size
         self.mutex = threading.RLock()
         """A lock that is held from a look at the records to the append that relies on it."""
         try:
@@ -245,8 +252,14 @@ class FileLedger(Ledger):
         try:
             with _named_errors(path):
                 _files.remove_leftovers(path.parent, path.name)
-                records, intact = _read(path)
-                if intact < path.stat().st_size:
+                records, intact, size = _read(path)
+                if path.stat().st_size != size:
+                    # Without locks that work: what was appended since is no torn record.
+                    raise LedgerError(
+                        f"expected {str(path)!r} to stay as it is while it is opened, got another "
+                        "process that writes to it. Use a file system with locks."
+                    )
+                if intact < size:
                     os.truncate(path, intact)
                 position = Position(len(records), records[-1]["hash"])
                 if position != _read_head(path):
@@ -254,7 +267,7 @@ class FileLedger(Ledger):
         except BaseException:
             lock.close()
             raise
-        return cls(path, records, lock)
+        return cls(path, records, lock, size=intact)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "FileLedger":
@@ -486,8 +499,11 @@ def _read_head(path: Path) -> Position:
         ) from None
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the records and their size in bytes; any bytes beyond belong to a torn record."""
+def _read(path: Path) -> tuple[list[dict[str, Any]], int, int]:
+    """Returns the records, their size in bytes, and that of the file.
+
+    Any bytes beyond the records belong to a torn one.
+    """
     position = _read_head(path)
     content = path.read_bytes()
     records: list[dict[str, Any]] = []
@@ -516,7 +532,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
             f"expected at most one torn record at the end of the ledger {str(path)!r}, got more. "
             "Restore it from a copy."
         )
-    return records, intact
+    return records, intact, len(content)
 
 
 def _opened(line: bytes, index: int, previous: str) -> dict[str, Any] | None:

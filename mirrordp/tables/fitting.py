@@ -490,10 +490,10 @@ def fit_files(
             PublicData({"x": test_x, "y": test_y}),
             "test rows",
         )
-    if budget is not None:
-        # Once more, now that it was read: it may have changed since.
+    if budget is not None and data_changed:
+        # Whatever was compared before the file was read, the estimator compares once more.
         with stage(f"comparing {private} with the data of the budget"):
-            budget.check_data(private, data_changed=data_changed)
+            budget.check_data(private, data_changed=True)
     from mirrordp.linear._noting import told
 
     doing = f"training on {len(secret.features)} rows of {len(encoding.features)} features"

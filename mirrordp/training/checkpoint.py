@@ -94,6 +94,8 @@ class Checkpoint:
     def __post_init__(self):
         _validate.positive_integer(every=self.every)
         _validate.non_negative(wait=self.wait)
+        # A link may point elsewhere when the run ends, and its secrets would stay.
+        object.__setattr__(self, "_folder", Path(os.path.realpath(self.folder)))
         if self.every > 1 and not _is_exact():
             raise ValueError(
                 f"every={self.every} needs steps that can be replayed to the bit, got a "
@@ -102,8 +104,23 @@ class Checkpoint:
             )
 
     def remove(self) -> None:
-        """Removes the secrets in the folder; call it once the result is safe elsewhere."""
-        remove_checkpoints(self.folder)
+        """Removes the secrets in the folder; call it once the result is safe elsewhere.
+
+        Raises:
+            LockedError: if a run in the folder is not over.
+        """
+        folder = self.real_folder
+        if folder.is_dir():
+            lock = _files.Lock(
+                folder / _files.RUN_LOCK, f"the run folder {str(folder)!r}", wait=self.wait
+            )
+            remove_checkpoints(folder)
+            lock.close()
+
+    @property
+    def real_folder(self) -> Path:
+        """The folder without links, as they were when this was made."""
+        return self._folder  # pyright: ignore[reportAttributeAccessIssue]
 
     def open(self, adjacency: Adjacency, spend: Ledger | Budget | None = None) -> "RunFolder":
         """Locks the folder and reads the newest intact checkpoint in it.
@@ -189,8 +206,7 @@ class RunFolder:
 
     def __init__(self, checkpoint: Checkpoint, adjacency: Adjacency, ledger: FileLedger | None):
         self._checkpoint = checkpoint
-        # A link may point elsewhere when the run ends, and its secrets would stay.
-        folder = self.folder = Path(os.path.realpath(checkpoint.folder))
+        folder = self.folder = checkpoint.real_folder
         self._owned: FileLedger | None = None
         path = folder / LEDGER_FILE
         if path.exists() and "budget" in FileLedger.read(path).records[0]:
@@ -320,13 +336,20 @@ class RunFolder:
 
     def finish(self) -> None:
         """Removes the checkpoints and the key unless they are to be kept; the ledger stays."""
-        self._require_place()
-        if not self._checkpoint.keep:
-            remove_checkpoints(self.folder)
+        if self._lock.is_in_place:
+            if not self._checkpoint.keep:
+                remove_checkpoints(self.folder)
+        elif self.folder.exists():
+            # The result has been paid for; what another run keeps here is not this run's to remove.
+            warn(
+                f"the run folder {str(self.folder)!r} was exchanged while the run went on. The one "
+                "in its place is left alone; the secrets of this run are where the old one is.",
+                UserWarning,
+            )
         self.close()
 
     def _require_place(self) -> None:
-        """Leaves alone what another run keeps in the place of a folder that was removed."""
+        """Refuses to write where another run keeps its own, after the folder was removed."""
         if not self._lock.is_in_place:
             raise CheckpointError(
                 f"expected the run folder {str(self.folder)!r} as it was opened, got none or "

@@ -333,7 +333,7 @@ def choose(makings: Makings, candidates: Sequence[Settings], way: Free, call: "C
         return makings.mechanism(settings, sigma)
 
     kinds = {kind_of(each): each for each in candidates}
-    _admit_one([mechanism_of(each) for each in kinds.values()], call)
+    _admit_one([mechanism_of(each) for each in kinds.values()], makings.private, call)
     rehearsal = rehearse(
         makings, candidates, mechanism_of, score=way.score, repetitions=way.repetitions,
         show=call.show, further=call.further,
@@ -344,19 +344,22 @@ def choose(makings: Makings, candidates: Sequence[Settings], way: Free, call: "C
     return Chosen(best, mechanism_of(best), rehearsal)
 
 
-def _admit_one(mechanisms: Sequence[Mechanism], call: "Call") -> None:
+def _admit_one(mechanisms: Sequence[Mechanism], private: PrivateData, call: "Call") -> None:
     """Refuses a search none of whose runs the budget would admit, before hours of rehearsals."""
     # A run that is resumed may have been charged already; the loop knows.
     if not isinstance(call.spend, Budget) or call.may_be_charged:
         return
-    for number, mechanism in enumerate(mechanisms, start=1):
+    call.spend.check_rows(private)
+    refused = None
+    for mechanism in mechanisms:
         call.spend.check_kind(mechanism)
         try:
             call.spend.admit_event(mechanism.event, delta=call.delta)
             return
-        except BudgetError:
-            if number == len(mechanisms):
-                raise
+        except BudgetError as error:
+            refused = error.advising("Lower epsilon")
+    assert refused is not None
+    raise refused
 
 
 def private_run(
@@ -455,7 +458,11 @@ class _Search:
         """Refuses a search that the budget would not admit, before hours of rehearsals."""
         if isinstance(call.spend, Budget) and not call.may_be_charged:
             call.spend.check_kind(self.mechanism_of(self.candidates[0]))
-            call.spend.admit_event(self.event, delta=call.delta)
+            call.spend.check_rows(self.makings.private)
+            try:
+                call.spend.admit_event(self.event, delta=call.delta)
+            except BudgetError as error:
+                raise error.advising("Lower epsilon") from None
 
     def mechanism_of(self, settings: Settings) -> Mechanism:
         """Returns the mechanism of one run."""

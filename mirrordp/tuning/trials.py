@@ -96,7 +96,9 @@ class Makings:
                 "settings are chosen on public rows that are like the private ones, got none. Pass "
                 "public=..., or candidates as space=tuning.grid(...) with way=Paid(...)."
             )
-        if not have_same_structure(self.private, self.public):
+        # With a loss of their own, public rows may have arrays of their own beside the others.
+        has_own_loss = self.step_options.get("public_loss_fn") is not None
+        if not has_own_loss and not have_same_structure(self.private, self.public):
             private, public = (
                 _show.listed_kinds(_show.array_kinds(data.arrays, rows="n"))
                 for data in (self.private, self.public)
