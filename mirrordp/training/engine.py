@@ -148,40 +148,7 @@ def train(
 ) -> Iterator[tuple[Any, TrainInfo]]:
     """Trains under the guarantee of `step.mechanism`; yields `(state, info)` every few steps.
 
-    With the default `alpha=1` this is DP-SGD (or DP-FedAvg): cold, or warm if `params` come from
-    `mirrordp.warm_start`. With `alpha` below one it is PDA-DPMD in the paper's first-order form;
-    the paper's federated schedule cos(πt/(iT)) is `schedules.cosine(decay_steps=i * T / 2)`.
-
-    Everything is checked, and a mistake raised, before the first private record is used. A block of
-    steps is charged to `spend` before it runs.
-
-    Args:
-        step: what is trained: a `TrainStep` for examples or a `FederatedStep` for users.
-        params: where to begin; must not come from private data.
-        private: the sensitive records, `PrivateData` or `PrivateClients` as the step needs them.
-        public: the public records; needed where α < 1. A `FederatedStep` takes `PublicClients` for
-            a pseudo-gradient by the same local training, or `PublicData` for the plain gradient.
-        alpha: α_t as a number, a list or a schedule (`mirrordp.schedules`), fixed beforehand.
-        num_steps: the number of steps; by default as many as the mechanism was made for. Steps with
-            α_t = 0 read no private data, are not charged, and do not count against the mechanism.
-        seed: makes the run reproducible and therefore not for release; by default all randomness
-            comes from the operating system.
-        spend: a `Ledger` to charge, which composes several runs, or a `Budget`, which refuses the
-            run before any record is used if all of it does not fit.
-        checkpoint: keeps what is needed to go on after a crash, in a folder of the run's own. A
-            resumed run first yields the state of its checkpoint once more, and ends exactly as the
-            run that was never interrupted.
-        state: instead of a checkpoint, goes on from the state that an earlier call with the same
-            arguments and seed yielded; what came before was charged there. The remaining steps draw
-            as they would have.
-        mesh: several devices, such as `jax.make_mesh((8,), ("data",))`. Private records and batches
-            are split over the axis "data". Parameters that the caller has sharded over the mesh
-            stay so, and so does what the optimiser makes of them; all others are replicated. See
-            docs/scaling.md.
-        options: how the run is driven; see `TrainOptions`.
-
-    Returns:
-        An iterator of `(state, TrainInfo)`; the state is that of the step.
+    `mirrordp.train` describes the arguments, and calls this function if it is given a step.
     """
     run = SweepRun(alpha=alpha, seed=seed)
     blocks = start(
