@@ -316,7 +316,7 @@ def central_run(folder, resume, loss=tools.squared_distance, **options):
         "alpha": 0.5,
         "seed": 0,
         "steps_per_call": 3,
-        "checkpoint": Checkpoint(folder, every=5, resume=resume),
+        "checkpoint": None if folder is None else Checkpoint(folder, every=5, resume=resume),
     }
     return tools.train(loss, THETA, PRIVATE, PUBLIC, **(defaults | options))
 
@@ -327,7 +327,7 @@ def federated_run(folder, resume, loss=tools.squared_distance, **options):
         "public": test_federated.PUBLIC,
         "start": THETA,
         "optimizer": None,
-        "checkpoint": Checkpoint(folder, every=5, resume=resume),
+        "checkpoint": None if folder is None else Checkpoint(folder, every=5, resume=resume),
     }
     return test_federated.run(loss=loss, **(defaults | options))
 
@@ -349,7 +349,7 @@ class TestRuns:
         public_loss = scaled(CALLBACKS["pure_callback"], lambda p: p)
         with pytest.raises(CheckpointError, match=r"pure_callback.*train without a checkpoint"):
             run(tmp_path / "run", False, public_loss_fn=public_loss)
-        next(run(None, False, public_loss_fn=public_loss, checkpoint=None))
+        next(run(None, False, public_loss_fn=public_loss))
 
     def test_debug_prints_are_allowed(self, tmp_path, run, capfd):
         def loss(params, x):

@@ -63,9 +63,16 @@ def test_a_run_left_unfinished_ends_quietly_with_the_interpreter():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("function", [mirrordp.train, mirrordp.train_sweep])
+@pytest.mark.parametrize("function", [engine.train, mirrordp.train_sweep])
 def test_signatures_stay_short(function):
     assert len(inspect.signature(function).parameters) <= 12
+
+
+def test_what_takes_a_loss_in_place_of_a_step_adds_epsilon_and_delta_alone():
+    added = {"epsilon", "delta"}
+    own, loop = (inspect.signature(f).parameters for f in (mirrordp.train, engine.train))
+    assert [name for name in own if name not in added] == list(loop)
+    assert set(own) - set(loop) == added
 
 
 class TestFormula:

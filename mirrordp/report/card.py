@@ -148,8 +148,8 @@ def statement(report: "RunReport") -> str:
         Adjacency.REPLACE: f"any one {report.unit} was exchanged for another",
     }[report.adjacency]
     return (
-        "The model learned from private records through noise alone. Anyone who studies it learns "
-        f"nearly the same whether or not {difference}: the "
+        f"The model learned from private records, one {report.unit} each, through noise alone. "
+        f"Anyone who studies it learns nearly the same whether or not {difference}: the "
         f"guarantee is differential privacy with epsilon = {upwards(report.epsilon)} and "
         f"delta = {upwards(report.delta, 6)}. For scale: someone who would have to toss a coin "
         f"to tell which of the two it was is right at most {percent_upwards(report.certainty)} "
