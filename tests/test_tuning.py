@@ -35,7 +35,7 @@ from mirrordp.privacy.accounting import UnsupportedError
 from mirrordp.privacy.selection import NumberOfRuns
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training.checkpoint import CheckpointError, checkpoint_files
-from mirrordp.tuning import search as search_module, trials as trials_module
+from mirrordp.tuning import front, search as search_module, trials as trials_module
 from mirrordp.tuning.rehearsal import scaled
 from mirrordp.tuning.scores import example_scores, minus_loss
 from tests import tools
@@ -915,20 +915,20 @@ class TestRules:
         found = tuning.public_alpha(squared_error, jnp.zeros(6), public, mechanism)
         assert found == pytest.approx(w / (w + v / 30), rel=1e-3)
 
-    def test_train_with_a_loss_and_epsilon_alone(self, tmp_path):
+    def test_train_with_a_loss_and_epsilon_alone(self, tmp_path, monkeypatch):
         """It is the private run of `tune`, and charged as that is."""
-        public, private = PublicData(self.rows(400, 1)), PrivateData(self.rows(1500, 2))
-        arguments = squared_error, jnp.zeros(6), private, public
-        tuned = mirrordp.tune(*arguments, epsilon=4.0, delta=1e-5, seed=1)
-        budget = Budget.create(tmp_path / "budget", epsilon=5.0, delta=1e-4, data=private)
-        *_, (state, info) = mirrordp.train(
-            *arguments, epsilon=4.0, delta=1e-5, seed=1, spend=budget
-        )
+        # Full batches, whose epsilon takes no time; the rules have tests of their own.
+        for module in (search_module, front):
+            monkeypatch.setattr(module, "automatic", lambda *_: SPACE)
+        arguments = tools.squared_distance, START, PRIVATE, PUBLIC
+        tuned = mirrordp.tune(*arguments, seed=1, **TARGET)
+        budget = Budget.create(tmp_path / "budget", epsilon=2.0, delta=1e-4, data=PRIVATE)
+        *_, (state, info) = mirrordp.train(*arguments, seed=1, spend=budget, **TARGET)
         np.testing.assert_array_equal(state.params, tuned.params)
         assert info.num_steps == tuned.settings.num_steps
         assert budget.ledger.event == tuned.mechanism.event
         with pytest.raises(BudgetError):
-            mirrordp.train(*arguments, epsilon=4.0, delta=1e-5, seed=2, spend=budget)
+            mirrordp.train(*arguments, seed=2, spend=budget, **TARGET)
 
     def test_train_takes_a_step_or_a_loss_with_epsilon(self):
         step = TrainStep(tools.squared_distance, tools.mechanism(), tools.sgd(0.1))
