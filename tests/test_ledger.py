@@ -153,9 +153,26 @@ class TestFile:
             with FileLedger.open(filled) as second:
                 second.charge(GAUSSIAN)
                 second.charge(GAUSSIAN)
-                with pytest.raises(LedgerError, match="another process writes to it"):
+                with pytest.raises(LedgerError, match="as this process left it"):
                     first.charge(GAUSSIAN)
         assert len(FileLedger.read(filled).records) == 7
+
+    def test_another_history_in_the_same_file_is_not_charged(self, filled, tmp_path):
+        """As after a removal, where the new file may have the old one's number, and its size."""
+        head = filled.with_name(filled.name + ".head")
+        with FileLedger.open(filled) as opened:
+            with FileLedger.create(tmp_path / "other", Adjacency.ZERO_OUT) as other:
+                for stop in (5, 10, 15):
+                    other.charge(POISSON, block=Block("a", stop - 5, stop))
+                other.charge(GAUSSIAN)
+            with open(filled, "r+b") as file:
+                file.write((tmp_path / "other").read_bytes())
+            head.write_bytes((tmp_path / "other.head").read_bytes())
+            before = filled.read_bytes()
+            assert len(before) == (tmp_path / "other").stat().st_size
+            with pytest.raises(LedgerError, match="another head beside it"):
+                opened.charge(GAUSSIAN)
+        assert filled.read_bytes() == before
 
     def test_what_is_appended_while_it_is_opened_is_no_torn_record(self, filled, monkeypatch):
         right = ledger_module._read

@@ -353,6 +353,13 @@ class FileLedger(Ledger):
             record = _sealed(length, head, {**content, "kind": kind, "time": _now()})
             try:
                 with _named_errors(self._path):
+                    if _read_head(self._path) != self.position:
+                        # A file system may give another file the number of one that was removed.
+                        raise LedgerError(
+                            f"expected the ledger {str(self._path)!r} as this process left it, got "
+                            "another head beside it. Nothing runs; find out who writes to it, and "
+                            "open it again."
+                        )
                     self._write(_line(record))
                     _write_head(self._path, Position(length + 1, record["hash"]))
             except BaseException:
