@@ -86,7 +86,8 @@ DEEP = {
         1e-6, 100, 8.4, (0.4, 1.6, 6.4, 25.0), (0.5,), largest_loss=8.0, public_batch_size=16
     ),
 }
-SENTENCES_PER_USER, MICROBATCH_SIZE = 16, 25
+SENTENCES_PER_USER, MICROBATCH_SIZE = 16, 50
+DIVERGED = 1e9  # the loss of a model that has none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,7 +237,7 @@ def users_problem(name: str, folder: Path, seed: int, most_rows: int | None = No
         perplexity, accuracy = found["perplexity"], found["accuracy"]
         # A model that diverged has neither.
         return {
-            "loss": 1e9 if perplexity is None else math.log(perplexity),
+            "loss": DIVERGED if perplexity is None else math.log(perplexity),
             "accuracy": accuracy or 0.0,
         }
 
@@ -402,18 +403,24 @@ def table_of(found: Sequence[records.Record]) -> str:
 def _cell(values: dict[int, float], by_hand: dict[int, float], digits: str, most: int) -> str:
     """Returns mean, spread, and how much larger it is than by hand on the seeds of both.
 
-    Accuracies are compared in points, other measures as a share.
+    Accuracies are compared in points, other measures as a share. Runs that diverged have no
+    measure to average: they are counted.
     """
     if not values:
         return "not run"
-    numbers = list(values.values())
+    notes = [] if len(values) == most else [f"{len(values)} of {most} seeds"]
+    finite = {seed: value for seed, value in values.items() if value < DIVERGED}
+    if not finite:
+        return "diverged"
+    if len(finite) < len(values):
+        notes.append(f"without {len(values) - len(finite)} that diverged")
+    numbers = list(finite.values())
     text = f"{np.mean(numbers):{digits}}"
     if len(numbers) > 1:
         text += f" ± {np.std(numbers):{digits}}".removesuffix("%")
-    notes = [] if len(numbers) == most else [f"{len(numbers)} of {most} seeds"]
-    shared = values.keys() & by_hand.keys()
+    shared = finite.keys() & by_hand.keys()
     if shared and values is not by_hand:
-        pairs = [(values[s], by_hand[s]) for s in shared]
+        pairs = [(finite[s], by_hand[s]) for s in shared]
         if digits.endswith("%"):
             notes.append(f"{100 * np.mean([own - base for own, base in pairs]):+.2f} points")
         else:

@@ -98,6 +98,15 @@ def test_table_says_what_was_not_run():
     assert auc.startswith(start.format("auc") + by_hand + free)
 
 
+def test_table_counts_models_that_diverged():
+    shared = {"task": "stackoverflow", "private_rows": 1000, "epsilon": 8.0, "method": "paid"}
+    lines = [shared | {"seed": seed, "loss": loss} for seed, loss in enumerate((5.0, 1e9, 6.0))]
+    lines += [shared | {"method": "hand", "seed": seed, "loss": 5.0} for seed in range(3)]
+    assert " 5.5000 ± 0.5000 (without 1 that diverged; +10.0%) |" in tuned.table_of(lines)
+    lines = [shared | {"seed": 0, "loss": 1e9}]
+    assert "| diverged |" in tuned.table_of(lines)
+
+
 def test_users_are_rows_and_a_mean_over_their_sentences_is_the_loss(monkeypatch, tmp_path):
     folder = tmp_path / "stackexchange"
     folder.mkdir()
