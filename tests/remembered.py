@@ -7,22 +7,10 @@ import functools
 
 from mirrordp.linear import estimators
 from mirrordp.linear.estimators import plan_warm as honest_plan
-from mirrordp.privacy import accounting
 from mirrordp.report import statement
 
-_epsilon = functools.cache(accounting._gaussian_epsilon)
-_honest_rdp_epsilon = accounting._rdp_epsilon
-_cached_rdp_epsilon = functools.cache(_honest_rdp_epsilon)
 _versions = functools.cache(statement.library_versions)
 _plans = {}
-
-
-def _rdp_epsilon(event, delta, adjacency, orders):
-    try:
-        hash(event)
-    except TypeError:  # A composition keeps its parts in a list.
-        return _honest_rdp_epsilon(event, delta, adjacency, orders)
-    return _cached_rdp_epsilon(event, delta, adjacency, orders)
 
 
 def _plain(options):
@@ -44,10 +32,8 @@ def _plan(family, x, targets, **options):
     return _plans[question]
 
 
-def accounts(monkeypatch):
-    """ε of one event at one δ, and the versions of libraries, are looked up once."""
-    monkeypatch.setattr(accounting, "_gaussian_epsilon", _epsilon)
-    monkeypatch.setattr(accounting, "_rdp_epsilon", _rdp_epsilon)
+def versions(monkeypatch):
+    """The versions of libraries are looked up once."""
     monkeypatch.setattr(statement, "library_versions", lambda: dict(_versions()))
 
 

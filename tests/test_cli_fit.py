@@ -22,7 +22,7 @@ SECRET = "zanzibar"
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
     remembered.plans(monkeypatch)
 
 

@@ -44,7 +44,7 @@ WIDTH = 5
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
     remembered.plans(monkeypatch)
 
 

@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
     remembered.plans(monkeypatch)
 
 

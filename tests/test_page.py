@@ -23,7 +23,7 @@ from tests.test_report import DELTA, make_mechanism
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
 
 
 HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\x07" + "x" * 80

@@ -23,7 +23,7 @@ DELTA = 1e-5
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
 
 
 def make_mechanism(**changes):

@@ -19,7 +19,7 @@ from tests.test_report import DELTA
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
 
 
 def results(kind="class", name="y", several=False):

@@ -23,7 +23,7 @@ TARGETS = ["price", "score, old_one"]
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
     remembered.plans(monkeypatch)
 
 

@@ -41,7 +41,7 @@ PLENTY = 1e4
 
 @pytest.fixture(autouse=True)
 def _few_computations(monkeypatch):
-    remembered.accounts(monkeypatch)
+    remembered.versions(monkeypatch)
     remembered.plans(monkeypatch)
 
 

@@ -21,6 +21,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -307,6 +308,22 @@ def _fresh(
     return RdpAccountant(orders, adjacency.neighboring_relation)
 
 
+def _remembered(analysis: Callable[..., float]) -> Callable[..., float]:
+    """Keeps what was computed: calibration, budget, report and card ask about the same run."""
+    cached = functools.lru_cache(maxsize=4096)(analysis)
+
+    @functools.wraps(analysis)
+    def answer(event: DpEvent, *options: Any) -> float:
+        try:
+            hash(event)
+        except TypeError:  # A composition keeps its parts in a list.
+            return analysis(event, *options)
+        return cached(event, *options)
+
+    return answer
+
+
+@_remembered
 def _pld_epsilon(event: DpEvent, delta: float, adjacency: Adjacency) -> float:
     match event:
         case dp_accounting.SelfComposedDpEvent(
@@ -338,6 +355,7 @@ def _poisson_pld(
     )
 
 
+@_remembered
 def _rdp_epsilon(
     event: DpEvent, delta: float, adjacency: Adjacency, orders: tuple[float, ...] | None
 ) -> float:
@@ -389,6 +407,7 @@ def _gaussian_mu(event: DpEvent) -> float | None:
             return None
 
 
+@functools.lru_cache(maxsize=4096)
 def _gaussian_epsilon(mu: float, delta: float) -> float:
     if mu == 0:
         return 0.0
