@@ -170,8 +170,15 @@ def test_large_delta_warns_on_standard_error_only(capsys):
     assert cli.main([*ACCOUNT, *options, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["delta"] == 0.1
-    assert captured.err.startswith("mirrordp: warning: delta=0.1 is above 1/n = 0.01")
+    assert captured.err.startswith("mirrordp: warning: expected delta of at most 1/n = 0.01")
     assert captured.err.count("\n") == 1
+
+
+def test_a_plan_warns_of_a_large_delta_too(capsys):
+    options = ["--num-examples", "100", "--delta", "0.1", "--adjacency", "zero-out"]
+    assert cli.main(["plan", "--epsilon", "2", *options, "--json"]) == 0
+    error = capsys.readouterr().err
+    assert "mirrordp: warning: expected delta of at most 1/n = 0.01 for n = 100" in error
 
 
 def test_dropped_orders_are_not_reported(capsys, caplog):

@@ -382,7 +382,7 @@ def test_a_large_delta_can_be_confirmed(capsys, files):
     assert cli.main([*fit_options(files, delta=0.01), "--allow-large-delta", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["delta"] == 0.01
-    assert "above 1/n" in captured.err
+    assert "warning: expected delta of at most 1/n" in captured.err
     assert "above one over the number" in (files["out"] / "privacy_card.md").read_text()
 
 

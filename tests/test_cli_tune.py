@@ -80,6 +80,13 @@ def test_free_search_writes_a_model_and_its_report(folder, capsys):
     assert (folder / "out" / "privacy_card.md").exists()
 
 
+def test_a_large_delta_can_be_confirmed(folder, capsys):
+    confirmed = "allow_large_delta = true\n" + SPACE
+    assert run(folder, confirmed, change=lambda text: text.replace("1e-5", "0.01")) == 0
+    assert "warning: expected delta of at most 1/n = 0.0033" in capsys.readouterr().err
+    assert "above one over the number" in (folder / "out" / "privacy_card.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -310,6 +317,10 @@ def test_another_model_is_not_written_over(folder, capsys, monkeypatch):
     [
         (lambda text: text.replace("epsilon", "epsilom"), "epsilom"),
         (lambda text: text.replace("delta = 1e-5\n", ""), "'delta'"),
+        (
+            lambda text: text.replace("1e-5", "0.01") + SPACE,
+            "expected delta of at most 1/n = 0.0033 for n = 300 records, got 0.01,",
+        ),
         (lambda text: text + 'way = "fre"\n', "did you mean free"),
         (lambda text: text.replace(":loss_fn", ":los_fn"), "los_fn"),
         (lambda text: text.replace(":loss_fn", "_loss"), "module:name"),

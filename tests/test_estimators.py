@@ -453,7 +453,7 @@ class TestContract:
                 PrivateLinearRegression(delta=0.02).fit(x, y, *public, spend=budget)
             assert budget.status.charges == 0
             model = PrivateLinearRegression(delta=0.02, allow_large_delta=True)
-            with pytest.warns(UserWarning, match="above 1/n"):
+            with pytest.warns(UserWarning, match="delta of at most 1/n"):
                 model.fit(x, y, *public, spend=budget)
             assert budget.status.charges == 1
         assert "above one over the number of records" in model.privacy_.privacy_card()

@@ -930,6 +930,26 @@ class TestRules:
         with pytest.raises(BudgetError):
             mirrordp.train(*arguments, seed=2, spend=budget, **TARGET)
 
+    @pytest.mark.parametrize("way", [tuning.Free(), tuning.Paid(NumberOfRuns(2)), "train"])
+    def test_a_delta_above_1_over_n_is_refused_as_by_a_fit(self, way, tmp_path, monkeypatch):
+        for module in (search_module, front):
+            monkeypatch.setattr(module, "automatic", lambda *_: SPACE)
+        budget = Budget.create(tmp_path / "budget", epsilon=9.0, delta=0.02, data=PRIVATE)
+        arguments = tools.squared_distance, START, PRIVATE, PUBLIC
+        options = {"epsilon": 1.5, "delta": 0.011, "seed": 1, "spend": budget}
+
+        def run(**more):
+            if way == "train":
+                return list(mirrordp.train(*arguments, **options, **more))
+            return mirrordp.tune(*arguments, **options, **more, way=way)
+
+        with pytest.raises(ValueError, match=r"delta of at most 1/n = 0.01 .* got 0.011"):
+            run()
+        assert budget.status.charges == 0
+        with pytest.warns(UserWarning, match=r"delta of at most 1/n = 0.01 .* got 0.011"):
+            run(allow_large_delta=True)
+        assert budget.status.charges > 0
+
     def test_train_takes_a_step_or_a_loss_with_epsilon(self):
         step = TrainStep(tools.squared_distance, tools.mechanism(), tools.sgd(0.1))
         with pytest.raises(ValueError, match="a step has a mechanism"):

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from mirrordp._rounding import upwards
-from mirrordp._warn import warn
 from mirrordp.cli._common import (
     UsageError,
     add_adjacency,
@@ -97,7 +96,6 @@ def mechanism_of(arguments: argparse.Namespace) -> tuple[Callable[[float], "DpEv
 
     It also stores the number of steps in `arguments.steps`.
     """
-    n = arguments.num_examples
     event, q = sampling_of(arguments, arguments.adjacency)
     arguments.steps = steps = steps_of(arguments, q)
     if arguments.orders is not None and arguments.accountant != "rdp":
@@ -106,11 +104,9 @@ def mechanism_of(arguments: argparse.Namespace) -> tuple[Callable[[float], "DpEv
             f"{'--accountant pld' if arguments.accountant else 'no --accountant'}; add "
             "--accountant rdp or leave --orders out."
         )
-    if n is not None and arguments.delta > 1 / n:
-        warn(
-            f"delta={arguments.delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a "
-            "random record would qualify; choose a delta well below 1/n."
-        )
+    from mirrordp.privacy import accounting
+
+    accounting.warn_of_large_delta(arguments.delta, arguments.num_examples)
     return lambda sigma: event(sigma, steps), float(q)
 
 

@@ -26,7 +26,7 @@ _NEEDED = ("epsilon", "delta", "loss", "start", "private")
 _KNOWN = (
     *_NEEDED,
     *("public", "way", "score", "private_score", "runs", "optimizer", "seed", "budget"),
-    *("checkpoint", "title", "space", "step"),
+    *("checkpoint", "title", "allow_large_delta", "space", "step"),
 )
 # Arguments of TrainStep that other settings give, or that are Python objects.
 _NOT_IN_TOML = ("loss_fn", "mechanism", "optimizer", "public_loss_fn", "average", "chart")
@@ -99,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 None if public is None else mirrordp.PublicData(found.rows(public, "public")),
                 epsilon=config["epsilon"],
                 delta=config["delta"],
+                allow_large_delta=config.get("allow_large_delta", False),
                 way=_way(config, found),
                 seed=config.get("seed"),
                 progress=arguments.progress,

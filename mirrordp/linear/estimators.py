@@ -420,8 +420,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
     def _delta(self, num_private: int) -> float:
         if self.delta is None:
             return accounting.default_delta(num_private)
-        if not self.allow_large_delta:
-            accounting.require_small_delta(self.delta, num_private)
+        accounting.require_small_delta(self.delta, num_private, allow_large=self.allow_large_delta)
         return self.delta
 
     def _mechanism(

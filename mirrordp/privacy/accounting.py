@@ -32,6 +32,7 @@ from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
 from mirrordp import _validate
+from mirrordp._warn import warn
 
 # Leaving out a Rényi order, which dp-accounting notes order by order, is safe.
 logging.getLogger("absl").addFilter(
@@ -204,15 +205,43 @@ def default_delta(num_examples: int) -> float:
     return float(f"1e-{max(5, len(str(10 * num_examples - 1)))}")
 
 
-def require_small_delta(delta: float, num_examples: int) -> None:
-    """Raises a ValueError if δ > 1/n, since publishing a random record would then pass."""
-    if delta > 1 / num_examples:
+def require_small_delta(delta: float, num_examples: int, *, allow_large: bool = False) -> None:
+    """Raises a ValueError if δ > 1/n, or warns if that is confirmed.
+
+    What trains a model to (ε, δ) calls this before anything is spent. What only computes ε or noise
+    calls `warn_of_large_delta`.
+
+    Args:
+        delta: δ.
+        num_examples: n, which is public.
+        allow_large: whether the caller has confirmed a large δ.
+    """
+    _validate.instance_of(bool, allow_large_delta=allow_large)
+    if allow_large:
+        return warn_of_large_delta(delta, num_examples)
+    problem = _large_delta(delta, num_examples)
+    if problem is not None:
         raise ValueError(
-            f"expected delta of at most 1/n = {1 / num_examples:.2g} for n = {num_examples} "
-            f"records, got {delta:g}, at which a mechanism that publishes a random record passes. "
-            f"Use delta={default_delta(num_examples):g}, or confirm it (allow_large_delta=True, "
-            "--allow-large-delta)."
+            f"{problem} Use delta={default_delta(num_examples):g}, or confirm it "
+            "(allow_large_delta=True, or --allow-large-delta with mirrordp fit)."
         )
+
+
+def warn_of_large_delta(delta: float, num_examples: int | None) -> None:
+    """Warns if δ > 1/n; `num_examples` is None where n is secret."""
+    problem = None if num_examples is None else _large_delta(delta, num_examples)
+    if problem is not None:
+        warn(f"{problem} Choose a delta well below 1/n.", UserWarning)
+
+
+def _large_delta(delta: float, num_examples: int) -> str | None:
+    """Says what is wrong with δ > 1/n: publishing a random record would then pass."""
+    if delta <= 1 / num_examples:
+        return None
+    return (
+        f"expected delta of at most 1/n = {1 / num_examples:.2g} for n = {num_examples} records, "
+        f"got {delta:g}, at which a mechanism that publishes a random record passes."
+    )
 
 
 def renyi_divergences(

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from mirrordp import _show, _validate
-from mirrordp._warn import warn
 from mirrordp.privacy import accounting, clipping, ghost, sums
 from mirrordp.privacy.accounting import UNITS, Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.privacy.clipping import ClippedGrad
@@ -214,7 +213,7 @@ class Mechanism:
             return template._within(spend, fraction)
         assert epsilon is not None
         assert delta is not None
-        _warn_large_delta(delta, sampling)
+        accounting.warn_of_large_delta(delta, sampling.num_examples)
         noise_multiplier = accounting.calibrate(
             lambda sigma: sampling.event(
                 template.noise.accounted_multiplier(sigma, l2_clip_norm), num_steps
@@ -285,7 +284,7 @@ class Mechanism:
     def guarantee(self, delta: float, *, num_steps: int | None = None) -> Epsilon:
         """ε at δ after `num_steps` charged steps (by default all), and how it was found."""
         _validate.open_unit_interval(delta=delta)
-        _warn_large_delta(delta, self.sampling)
+        accounting.warn_of_large_delta(delta, self.sampling.num_examples)
         steps = self.num_steps if num_steps is None else num_steps
         if steps != 0:
             _validate.positive_integer(num_steps=steps)
@@ -405,13 +404,3 @@ def _check_target(
         )
     _validate.positive(epsilon=epsilon)
     _validate.open_unit_interval(delta=delta)
-
-
-def _warn_large_delta(delta: float, sampling: Sampling) -> None:
-    n = sampling.num_examples
-    if n is not None and delta > 1 / n:
-        warn(
-            f"delta={delta:g} is above 1/n = {1 / n:.2g}: a mechanism that publishes a random "
-            "record would qualify. Choose a delta well below 1/n.",
-            UserWarning,
-        )

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from mirrordp import _validate
+from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.spending.budget import Budget
@@ -30,6 +31,7 @@ def train(
     *,
     epsilon: float | None = None,
     delta: float | None = None,
+    allow_large_delta: bool = False,
     alpha: Alpha | None = None,
     num_steps: int | None = None,
     seed: int | None = None,
@@ -66,7 +68,8 @@ def train(
             `PublicClients` for a pseudo-gradient by the same local training, or `PublicData` for
             the plain gradient.
         epsilon: ε, with a loss.
-        delta: δ, with a loss.
+        delta: δ, with a loss; above 1/n it is refused.
+        allow_large_delta: with a loss, whether to accept a δ above 1/n.
         alpha: with a step, α_t as a number, a list or a schedule (`mirrordp.schedules`), fixed
             beforehand; 1 by default.
         num_steps: with a step, the number of steps; by default as many as the mechanism was made
@@ -94,10 +97,10 @@ def train(
     by_settings = {"alpha": alpha, "num_steps": num_steps, "state": state}
     given = [name for name, value in by_settings.items() if value is not None]
     if _is_step(step):
-        if epsilon is not None or delta is not None:
+        if epsilon is not None or delta is not None or allow_large_delta:
             raise ValueError(
-                "a step has a mechanism, which decides its privacy, got epsilon or delta too. "
-                "Leave them out, or pass the loss in place of the step."
+                "a step has a mechanism, which decides its privacy, got epsilon, delta or "
+                "allow_large_delta too. Leave them out, or pass the loss in place of the step."
             )
         return engine.train(
             step, params, private, public, alpha=1.0 if alpha is None else alpha,
@@ -123,6 +126,7 @@ def train(
         adjacency=Adjacency.ZERO_OUT, noise=GaussianNoise(), step_options={}, options=options,
         mesh=mesh, together=8,
     )  # fmt: skip
+    accounting.require_small_delta(delta, len(makings.private), allow_large=allow_large_delta)
     check_spend(None, spend, checkpoint)
     call = Call(epsilon, delta, seed, spend, checkpoint, further=further_rates)
     chosen = choose(makings, automatic(makings, epsilon, delta), Free(), call)

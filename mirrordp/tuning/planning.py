@@ -174,7 +174,7 @@ def plan(
 
     Args:
         epsilon: ε of the run.
-        delta: δ.
+        delta: δ; a warning is given above 1/n.
         num_examples: n, which is public.
         epochs: compute, in passes over the private rows: B·T/n.
         adjacency: the neighbours.
@@ -187,6 +187,7 @@ def plan(
     _validate.open_unit_interval(delta=delta)
     _validate.positive_integer(num_examples=num_examples)
     _validate.non_negative(slack=slack)
+    accounting.warn_of_large_delta(delta, num_examples)
     compute = epochs * num_examples
     most = min(num_examples, int(compute // _LEAST_STEPS))
     if most < _LEAST_BATCH:

@@ -168,6 +168,7 @@ def tune(
     *,
     epsilon: float,
     delta: float,
+    allow_large_delta: bool = False,
     space: Sequence[Settings] | None = None,
     way: Free | Paid | Both = Free(),
     optimizer: MakeOptimizer = optax.sgd,
@@ -193,7 +194,8 @@ def tune(
         private: the sensitive rows.
         public: the public rows.
         epsilon: ε of everything.
-        delta: δ of everything.
+        delta: δ of everything; above 1/n it is refused.
+        allow_large_delta: whether to accept a δ above 1/n.
         space: the candidates, such as `mirrordp.tuning.grid(...)`; by default those that
             `automatic_space` finds from public rows, which are made for plain SGD. They must not
             come from a look at private rows. All candidates of a paid search have one batch size
@@ -230,6 +232,7 @@ def tune(
         adjacency=adjacency, noise=noise, step_options=step_options, options=options, mesh=mesh,
         together=together,
     )  # fmt: skip
+    accounting.require_small_delta(delta, len(private), allow_large=allow_large_delta)
     candidates = _checked(automatic(makings, epsilon, delta) if space is None else space)
     check_spend(None, spend, checkpoint)
     with shown_if(progress) as show:
