@@ -181,6 +181,16 @@ def test_a_plan_warns_of_a_large_delta_too(capsys):
     assert "mirrordp: warning: expected delta of at most 1/n = 0.01 for n = 100" in error
 
 
+def test_an_expected_batch_size_may_be_a_fraction(capsys):
+    options = ["--num-examples", "1000", "--steps", "10", "--delta", "1e-5"]
+    found = run_json(capsys, *ACCOUNT, *options, "--batch-size", "100.5")
+    assert (found["batch_size"], found["sampling_prob"]) == (100.5, 0.1005)
+    by_prob = ["--sampling-prob", "0.1005"]
+    assert run_json(capsys, *ACCOUNT, *options, *by_prob)["epsilon"] == found["epsilon"]
+    whole = run_json(capsys, *ACCOUNT, *options, "--batch-size", "1e2")
+    assert isinstance(whole["batch_size"], int)
+
+
 def test_dropped_orders_are_not_reported(capsys, caplog):
     with caplog.at_level(logging.WARNING):
         options = ["--sampling-prob", "0.9", "--steps", "10", "--delta", "1e-5"]
@@ -189,6 +199,24 @@ def test_dropped_orders_are_not_reported(capsys, caplog):
 
 
 BAD = {
+    "a fraction of a fixed batch": (
+        [
+            *ACCOUNT,
+            "--num-examples",
+            "1000",
+            "--batch-size",
+            "100.5",
+            "--steps",
+            "10",
+            "--delta",
+            "1e-5",
+            "--sampling",
+            "fixed",
+            "--adjacency",
+            "replace",
+        ],
+        "expected a whole number for --batch-size with --sampling fixed, got 100.5",
+    ),
     "no command": ([], "expected a command"),
     "unknown command": (["train"], "got 'train'"),
     "unknown option": ([*ACCOUNT, *SMALL, "--frobnicate", "3"], "got --frobnicate; see"),

@@ -13,6 +13,7 @@ from mirrordp.privacy import (
     FixedSizeSampling,
     FullBatch,
     UnsupportedError,
+    accounting,
     sampling,
 )
 from mirrordp.privacy.secure import SecureRandom
@@ -381,6 +382,20 @@ class TestPublicConstants:
     @pytest.mark.parametrize("sampler", [s for s in SAMPLERS if s.num_examples is None])
     def test_add_remove_accepts_stated_constants(self, sampler):
         sampler.check(Adjacency.ADD_REMOVE)
+
+    def test_an_expected_batch_size_may_be_a_fraction_and_a_fixed_one_may_not(self):
+        poisson = PoissonSampling.for_batch_size(6.5, num_examples=ROWS)
+        assert poisson.sampling_prob == 6.5 / ROWS
+        assert poisson.expected_batch_size == 6.5
+        assert isinstance(poisson.capacity, int)
+        for make in (
+            lambda size: FixedSizeSampling(batch_size=size, num_examples=ROWS),
+            lambda size: accounting.fixed_size_event(
+                1.0, num_examples=ROWS, batch_size=size, num_steps=1
+            ),
+        ):
+            with pytest.raises(TypeError, match=r"integer, got 6.5 .* Poisson sampling may be"):
+                make(6.5)
 
     def test_batch_larger_than_the_data(self):
         with pytest.raises(ValueError, match=r"at most num_examples \(60\), got 61"):

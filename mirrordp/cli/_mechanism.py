@@ -39,7 +39,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--num-examples", type=positive_integer, metavar="N", help="number of private records"
     )
     parser.add_argument(
-        "--batch-size", type=positive_integer, metavar="B", help="(expected) records per step"
+        "--batch-size",
+        type=_batch_size,
+        metavar="B",
+        help="records per step; with Poisson sampling the expected number, which may be a fraction",
     )
     parser.add_argument(
         "--sampling-prob",
@@ -54,6 +57,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="{poisson,fixed,full}",
         help="how batches are drawn (default: %(default)s)",
     )
+
+
+def _batch_size(text: str) -> int | float:
+    """Reads a number of records; `sampling_of` refuses a fraction where it makes no sense."""
+    value = positive(text)
+    return positive_integer(text) if value.is_integer() else value
 
 
 def add_steps_options(parser: argparse.ArgumentParser) -> Any:
@@ -136,6 +145,11 @@ def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEven
             f"expected --batch-size of at most --num-examples ({n}), got {batch}; choose a smaller "
             "batch."
         )
+    if arguments.sampling == "fixed" and isinstance(batch, float):
+        raise UsageError(
+            f"expected a whole number for --batch-size with --sampling fixed, got {batch!r}; only "
+            "the expected batch size of --sampling poisson may be a fraction."
+        )
     if arguments.sampling == "full":
         if (q is not None and q != 1) or (batch is not None and batch != n):
             given = f"--sampling-prob {q:g}" if q is not None else f"--batch-size {batch}"
@@ -147,7 +161,7 @@ def sampling_of(arguments: argparse.Namespace, adjacency: str) -> tuple[MakeEven
     elif q is not None and arguments.sampling == "poisson":
         prob = Fraction(repr(q))
     elif n is not None and batch is not None:
-        prob = Fraction(batch, n)
+        prob = Fraction(repr(batch)) / n
     elif arguments.sampling == "fixed":
         raise UsageError(
             f"expected --num-examples and --batch-size with --sampling fixed, got {given}; give "

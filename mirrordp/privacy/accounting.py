@@ -44,6 +44,12 @@ DpEvent = dp_accounting.DpEvent
 UNITS = ("example", "user")
 """What one record can be."""
 
+WHOLE_BATCHES = (
+    "Every batch of fixed-size sampling has this many records; only the expected batch size of "
+    "Poisson sampling may be a fraction."
+)
+"""The advice for a batch size that is not whole."""
+
 
 class Adjacency(enum.Enum):
     """The data sets that count as neighbours, which decides the sensitivity."""
@@ -118,7 +124,8 @@ def fixed_size_event(
 ) -> DpEvent:
     """Returns the event of Gaussian sums over `batch_size` of `num_examples` records at random."""
     _validate.non_negative(noise_multiplier=noise_multiplier)
-    _validate.positive_integer(num_examples=num_examples, batch_size=batch_size)
+    _validate.positive_integer(num_examples=num_examples)
+    _validate.positive_integer(WHOLE_BATCHES, batch_size=batch_size)
     if batch_size > num_examples:
         raise ValueError(
             f"batch_size must be at most num_examples={num_examples}, got {batch_size}. Choose a "

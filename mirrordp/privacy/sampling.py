@@ -163,7 +163,15 @@ class PoissonSampling:
     def for_batch_size(
         cls, batch_size: float, *, num_examples: int, capacity: int = 0
     ) -> "PoissonSampling":
-        """Returns Poisson sampling of `batch_size` out of `num_examples` records on average."""
+        """Returns Poisson sampling of `batch_size` out of `num_examples` records on average.
+
+        Args:
+            batch_size: the expected number of records in a batch, and the divisor. It need not be
+                whole: a batch has as many records as are drawn, and only their probability
+                q = batch_size / num_examples follows from it.
+            num_examples: n, which is public.
+            capacity: as in `PoissonSampling`.
+        """
         _check_batch_size(batch_size, num_examples)
         return cls(
             sampling_prob=batch_size / num_examples,
@@ -224,7 +232,7 @@ class CyclicPoissonSampling:
     def for_batch_size(
         cls, batch_size: float, *, num_examples: int, num_groups: int, capacity: int = 0
     ) -> "CyclicPoissonSampling":
-        """Returns cyclic Poisson sampling of `batch_size` records on average."""
+        """Returns cyclic Poisson sampling of `batch_size` records on average, whole or not."""
         _validate.positive_integer(num_groups=num_groups, num_examples=num_examples)
         group_size = num_examples // num_groups
         if group_size == 0:
@@ -289,7 +297,8 @@ class FixedSizeSampling:
     """Sampling in which every batch is a uniformly random subset of `batch_size` records.
 
     Args:
-        batch_size: the number of records in each batch, and the divisor.
+        batch_size: the number of records in each batch, and the divisor; a whole number, unlike the
+            expected batch size of Poisson sampling.
         num_examples: n, which is public.
         capacity: rows of one pass; by default `batch_size`.
     """
@@ -301,7 +310,8 @@ class FixedSizeSampling:
     name: ClassVar[str] = "fixed size"
 
     def __post_init__(self):
-        _validate.positive_integer(batch_size=self.batch_size, num_examples=self.num_examples)
+        _validate.positive_integer(accounting.WHOLE_BATCHES, batch_size=self.batch_size)
+        _validate.positive_integer(num_examples=self.num_examples)
         _check_batch_size(self.batch_size, self.num_examples)
         _check_constants(self, math.ceil)
 

@@ -20,7 +20,8 @@ class Settings:
     Attributes:
         learning_rate: η, which the optimiser is made with.
         l2_clip_norm: C.
-        batch_size: the expected number of private rows of a step.
+        batch_size: the expected number of private rows of a step, which are drawn by Poisson
+            sampling; it need not be whole.
         num_steps: T.
         alpha: the weight of the private gradient, as a number or a schedule.
     """
