@@ -457,6 +457,54 @@ class TestNotANumber:
         assert found >= 2
 
 
+def sampled(kind, sigma):
+    gaussian = dp_accounting.GaussianDpEvent(sigma)
+    return {
+        "full": gaussian,
+        "poisson": dp_accounting.PoissonSampledDpEvent(0.01, gaussian),
+        "fixed": dp_accounting.SampledWithoutReplacementDpEvent(1000, 10, gaussian),
+        "best": dp_accounting.dp_event.RepeatAndSelectDpEvent(gaussian, 10.0, 1.0),
+    }[kind]
+
+
+class TestMuchNoise:
+    """The analyses of dp-accounting overflow, fail or cancel to nothing where noise is huge."""
+
+    @pytest.mark.parametrize("sigma", [1e7, 1e9, 1e12, 1e154, 1e160, 1e300, 1.7e308])
+    @pytest.mark.parametrize("kind", ["full", "poisson", "fixed"])
+    def test_it_costs_next_to_nothing_and_not_nothing(self, kind, sigma):
+        event = dp_accounting.SelfComposedDpEvent(sampled(kind, sigma), 10)
+        adjacency = REPLACE if kind == "fixed" else ZERO_OUT
+        for accountant in (None, RDP):
+            found = accounting.epsilon(event, 1e-5, adjacency=adjacency, accountant=accountant)
+            assert 0 <= found.epsilon < 1e-2
+        orders = (1.5, 2.0, 2.5, 7.77, 32.2, 512.0)
+        found = accounting.renyi_divergences(event, orders, adjacency=adjacency)
+        # q² is the least that sampling can make of it.
+        least = [10 * 1e-4 * order / 2 / sigma / sigma for order in orders]
+        assert (found >= least).all()
+        assert (found > 0).all()
+        # At high orders the analysis of fixed-size batches is loose.
+        assert (found[:-1] < 1e-4).all()
+
+    def test_the_best_of_runs_with_much_noise_costs_what_the_choice_does(self):
+        found, least = (
+            accounting.epsilon(sampled("best", sigma), 1e-5, adjacency=ZERO_OUT).epsilon
+            for sigma in (1e300, 1e6)
+        )
+        assert found == pytest.approx(least, rel=1e-3)
+
+    @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+    @pytest.mark.parametrize("kind", ["full", "poisson", "fixed", "best"])
+    def test_noise_that_is_no_finite_number_is_refused(self, kind, bad):
+        event = dp_accounting.SelfComposedDpEvent(sampled(kind, bad), 10)
+        adjacency = REPLACE if kind == "fixed" else ZERO_OUT
+        with pytest.raises(ValueError, match=r"noise multipliers are finite .* got"):
+            accounting.epsilon(event, 1e-5, adjacency=adjacency)
+        with pytest.raises(ValueError, match=r"noise multipliers are finite .* got"):
+            accounting.renyi_divergences(event, (2.0, 8.0), adjacency=adjacency)
+
+
 class TestSearches:
     """The searches behind budgets, whose answers were seen to fit."""
 

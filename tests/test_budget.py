@@ -156,6 +156,27 @@ class TestFilter:
             with pytest.raises(BudgetError, match="Renyi analysis"):
                 budget.admit_event(event)
 
+    @pytest.mark.parametrize("sigma", [1e8, 1e12, 1e300])
+    @pytest.mark.parametrize("sampling_prob", [1.0, 0.01])
+    def test_much_noise_is_charged_a_little_and_never_nothing(self, budget, sampling_prob, sigma):
+        event = accounting.poisson_event(sigma, sampling_prob=sampling_prob, num_steps=10)
+        budget.charge(event)
+        assert 0 < budget.status.used < 1e-6
+        assert budget.ledger.event == event
+        with Budget.view(budget.folder) as again:
+            assert again.status.used == budget.status.used
+
+    @pytest.mark.parametrize("sigma", [math.inf, math.nan, -1.0])
+    def test_noise_that_is_no_finite_number_is_charged_nowhere(self, budget, tmp_path, sigma):
+        event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(sigma))
+        with FileLedger.create(tmp_path / "ledger", Adjacency.ZERO_OUT) as ledger:
+            for target in (budget, ledger, mirrordp.Ledger(Adjacency.ZERO_OUT)):
+                with pytest.raises(ValueError, match=r"noise multipliers are finite .* got"):
+                    target.charge(event)
+            assert len(ledger.records) == 1
+        assert budget.status.charges == 0
+        budget.charge(GAUSSIAN)
+
     def test_no_noise_is_refused(self, budget):
         with pytest.raises(BudgetError):
             budget.charge(dp_accounting.GaussianDpEvent(0.0))

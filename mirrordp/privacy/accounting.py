@@ -20,7 +20,7 @@ import enum
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -91,6 +91,14 @@ COARSE_ORDERS: tuple[float, ...] = (
     *(128.0, 256.0, 512.0),
 )
 """The Rényi orders that give ε = 8.32, which the paper quotes for StackOverflow."""
+
+
+# A Rényi divergence of sampled sums that is smaller may have lost its digits to cancellation.
+_ROUNDING = 1e-12
+# Beyond this noise the analyses of sampling lose all digits, or fail.
+_MOST_SAMPLED_NOISE = 1e8
+# The square of a noise multiplier must be a float.
+_MOST_NOISE = 1e100
 
 
 class UnsupportedError(ValueError):
@@ -184,6 +192,7 @@ def epsilon(
     """
     _validate.open_unit_interval(delta=delta)
     chosen = resolve_accountant(event, adjacency, accountant)
+    event = _analysable(event)
     if orders is not None and chosen is Accountant.PLD:
         raise ValueError(
             "orders belong to the RDP accountant, got the PLD accountant. Choose RDP, or leave the "
@@ -267,14 +276,123 @@ def renyi_divergences(
         UnsupportedError: if there is no Rényi analysis (Poisson sampling under replace).
     """
     resolve_accountant(event, adjacency, Accountant.RDP)
+    recurse = functools.partial(renyi_divergences, orders=orders, adjacency=adjacency)
+    match event:
+        case dp_accounting.SelfComposedDpEvent():
+            return event.count * recurse(event.event)
+        case dp_accounting.ComposedDpEvent() if event.events:
+            return np.sum([recurse(part) for part in event.events], axis=0)
+    event = _analysable(event)
+    found = _divergences(event, orders, adjacency)
+    if not (lost := ~((found >= _ROUNDING) & (found < np.inf))).any():
+        return found
+    # Not a number, or small enough to be rounding: what has no sampling needs no cancellation.
+    bound = _divergences(_without_sampling(event), orders, adjacency)
+    found = np.where(found < _ROUNDING, np.minimum(bound, _ROUNDING), np.where(lost, bound, found))
+    # An order at which the computation failed promises nothing.
+    return np.where(np.isnan(found), np.inf, found)
+
+
+def _divergences(event: DpEvent, orders: Sequence[float], adjacency: Adjacency) -> np.ndarray:
+    """Returns what dp-accounting computes at each order."""
     # The bound on a selection at one order is a minimum over others, so it is given more of them.
     others = DEFAULT_RDP_ORDERS if has_selection(event) else ()
     every = sorted({*map(float, orders), *map(float, others)})
     accountant = RdpAccountant(every, adjacency.neighboring_relation)
     found = accountant.compose(_noise_over_distance(event, adjacency)).rdp
-    found = found[np.searchsorted(every, [float(order) for order in orders])]
-    # An order at which the computation failed promises nothing.
-    return np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
+    return found[np.searchsorted(every, [float(order) for order in orders])]
+
+
+def check_noise(event: DpEvent) -> None:
+    """Raises a ValueError unless every noise multiplier in an event is a finite number."""
+    for sigma in _noise_multipliers(event):
+        if not 0 <= sigma < math.inf:
+            raise ValueError(
+                f"expected an event whose noise multipliers are finite numbers of at least zero, "
+                f"got {sigma!r}. Charge the noise that was added; what releases nothing is not "
+                "charged."
+            )
+
+
+def _noise_multipliers(event: DpEvent) -> Iterator[float]:
+    match event:
+        case dp_accounting.GaussianDpEvent():
+            yield event.noise_multiplier
+        case dp_accounting.ComposedDpEvent():
+            for inner in event.events:
+                yield from _noise_multipliers(inner)
+        case (
+            dp_accounting.SelfComposedDpEvent()
+            | dp_accounting.PoissonSampledDpEvent()
+            | dp_accounting.SampledWithoutReplacementDpEvent()
+            | RepeatAndSelectDpEvent()
+        ):
+            yield from _noise_multipliers(event.event)
+
+
+def _analysable(event: DpEvent) -> DpEvent:
+    """Returns an event that costs at least as much, and whose noise the analyses can compute with.
+
+    Less noise costs more, and so does the same noise without sampling: Rényi divergences are
+    quasi-convex, and for much noise little is lost.
+    """
+    check_noise(event)
+    most = max(_noise_multipliers(event), default=0.0)
+    return event if most <= _MOST_SAMPLED_NOISE else _mapped(event, _tamed)
+
+
+def _tamed(event: DpEvent) -> DpEvent:
+    match event:
+        case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
+            return dp_accounting.GaussianDpEvent(min(sigma, _MOST_NOISE))
+        case (
+            dp_accounting.PoissonSampledDpEvent(
+                event=dp_accounting.GaussianDpEvent(noise_multiplier=sigma)
+            )
+            | dp_accounting.SampledWithoutReplacementDpEvent(
+                event=dp_accounting.GaussianDpEvent(noise_multiplier=sigma)
+            )
+        ) if sigma > _MOST_SAMPLED_NOISE:
+            return event.event
+        case _:
+            return event
+
+
+def _without_sampling(event: DpEvent) -> DpEvent:
+    """Returns the event of which every record is part, which costs at least as much."""
+
+    def whole(event: DpEvent) -> DpEvent:
+        match event:
+            case (
+                dp_accounting.PoissonSampledDpEvent()
+                | dp_accounting.SampledWithoutReplacementDpEvent()
+            ):
+                return event.event
+            case _:
+                return event
+
+    return _mapped(event, whole)
+
+
+def _mapped(event: DpEvent, change: Callable[[DpEvent], DpEvent]) -> DpEvent:
+    """Changes every event within an event, the innermost first, and then the event itself."""
+    recurse = functools.partial(_mapped, change=change)
+    match event:
+        case dp_accounting.SelfComposedDpEvent():
+            event = dp_accounting.SelfComposedDpEvent(recurse(event.event), event.count)
+        case dp_accounting.ComposedDpEvent():
+            event = dp_accounting.ComposedDpEvent([recurse(inner) for inner in event.events])
+        case dp_accounting.PoissonSampledDpEvent():
+            event = dp_accounting.PoissonSampledDpEvent(
+                event.sampling_probability, recurse(event.event)
+            )
+        case dp_accounting.SampledWithoutReplacementDpEvent():
+            event = dp_accounting.SampledWithoutReplacementDpEvent(
+                event.source_dataset_size, event.sample_size, recurse(event.event)
+            )
+        case RepeatAndSelectDpEvent():
+            event = RepeatAndSelectDpEvent(recurse(event.event), event.mean, event.shape)
+    return change(event)
 
 
 def resolve_accountant(
@@ -403,27 +521,26 @@ def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
     """Restates noise relative to the distance between neighbours, as RDP accounting reads it."""
     if adjacency.distance == 1:
         return event
-    recurse = functools.partial(_noise_over_distance, adjacency=adjacency)
-    match event:
-        case dp_accounting.GaussianDpEvent():
-            return dp_accounting.GaussianDpEvent(event.noise_multiplier / adjacency.distance)
-        case dp_accounting.SelfComposedDpEvent():
-            return dp_accounting.SelfComposedDpEvent(recurse(event.event), event.count)
-        case dp_accounting.ComposedDpEvent():
-            return dp_accounting.ComposedDpEvent([recurse(inner) for inner in event.events])
-        case dp_accounting.SampledWithoutReplacementDpEvent():
-            return dp_accounting.SampledWithoutReplacementDpEvent(
-                event.source_dataset_size, event.sample_size, recurse(event.event)
-            )
-        case RepeatAndSelectDpEvent():
-            return RepeatAndSelectDpEvent(recurse(event.event), event.mean, event.shape)
-        case dp_accounting.NoOpDpEvent():
-            return event
-        case _:
-            raise UnsupportedError(
-                f"expected an event that RDP can analyse under replace adjacency, got "
-                f"{type(event).__name__}. Use another adjacency."
-            )
+
+    def restated(event: DpEvent) -> DpEvent:
+        match event:
+            case dp_accounting.GaussianDpEvent():
+                return dp_accounting.GaussianDpEvent(event.noise_multiplier / adjacency.distance)
+            case (
+                dp_accounting.SelfComposedDpEvent()
+                | dp_accounting.ComposedDpEvent()
+                | dp_accounting.SampledWithoutReplacementDpEvent()
+                | RepeatAndSelectDpEvent()
+                | dp_accounting.NoOpDpEvent()
+            ):
+                return event
+            case _:
+                raise UnsupportedError(
+                    f"expected an event that RDP can analyse under replace adjacency, got "
+                    f"{type(event).__name__}. Use another adjacency."
+                )
+
+    return _mapped(event, restated)
 
 
 def _gaussian_mu(event: DpEvent) -> float | None:

@@ -84,6 +84,7 @@ class Ledger:
         """
         del block
         _check_counts(event)
+        accounting.check_noise(event)
         if isinstance(event, dp_accounting.NoOpDpEvent):
             return
         inner, count = event, 1
@@ -589,6 +590,7 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
         LedgerError: for an event that mirrordp does not make.
     """
     _check_counts(event)
+    accounting.check_noise(event)
     match event:
         case dp_accounting.NoOpDpEvent():
             return {"name": "nothing"}
