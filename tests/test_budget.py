@@ -26,6 +26,7 @@ from mirrordp import Adjacency, Budget, Mechanism, PrivateData, cli
 from mirrordp.linear import descent as linear
 from mirrordp.linear.estimators import PrivateLinearRegression
 from mirrordp.privacy import accounting
+from mirrordp.spending import files as _files
 from mirrordp.spending.budget import BudgetError, choose_orders, renyi_limit
 from mirrordp.spending.files import LockedError, StorageError
 from mirrordp.spending.ledger import Block, FileLedger, LedgerError
@@ -473,6 +474,71 @@ class TestRuns:
                 opened.check_parts(["a", "b"])
         found = [r["parts"] for r in opened.ledger.records if r["kind"] == "parts"]
         assert found == [["a", "b"], ["a", "c"]]
+
+    def test_a_crash_leaves_the_data_and_the_parts_of_one_run(self, folder, budget, monkeypatch):
+        """The data and the parts of other processes were bound by one record each."""
+        budget.claim_parts(["a", "b"])
+        budget.charge(GAUSSIAN)
+        budget.close()
+        other = PrivateData(ROWS.arrays + 1)
+        runs = {"before": (ROWS, ["a", "b"]), "after": (other, ["c", "d"])}
+
+        def accepted():
+            found = set()
+            for data, parts in itertools.product(*zip(*runs.values(), strict=True)):
+                try:
+                    with Budget.open(folder, data=data) as opened:
+                        opened.check_parts(parts)
+                        found |= {name for name, run in runs.items() if run == (data, parts)} or {
+                            "a mixture"
+                        }
+                except BudgetError:
+                    pass
+            return found
+
+        class Crash(BaseException):
+            """The power is gone."""
+
+        files = sorted(folder.iterdir())
+        copies = {path: path.read_bytes() for path in files if path.is_file()}
+        used = Budget.status_of(folder).used
+        seen = []
+        # A charge writes its record and the head beside it; there must be no third.
+        for crash, halves in itertools.product(range(4), (False, True)):
+            for path, content in copies.items():
+                path.write_bytes(content)
+            left = itertools.count(crash, -1)
+
+            def write(handle, content, *, left=left, halves=halves, write=_files.write_all):
+                if next(left) == 0:
+                    write(handle, content[: len(content) // 2 if halves else 0])
+                    raise Crash
+                write(handle, content)
+
+            opened = Budget.open(folder, data=other, data_changed=True)
+            opened.claim_parts(["c", "d"])
+            with monkeypatch.context() as patch:
+                patch.setattr(_files, "write_all", write)
+                try:
+                    opened.charge(GAUSSIAN)
+                except Crash:
+                    pass
+                else:
+                    assert crash >= 2
+            opened.close()
+            (now,) = accepted()
+            seen.append(now)
+            assert Budget.status_of(folder).used == (used if now == "before" else 2 * used)
+            # It is of use to both: at once to the data that it is for, else by acknowledgement.
+            for data, parts in runs.values():
+                with Budget.open(folder, data=data, data_changed=True) as opened:
+                    opened.claim_parts(parts)
+                    opened.admit_event(GAUSSIAN)
+            with Budget.open(folder, data=other, data_changed=True) as opened:
+                opened.claim_parts(["c", "d"])
+                opened.charge(GAUSSIAN)
+            assert accepted() == {"after"}
+        assert seen == ["before"] * 2 + ["after"] * 6
 
     def test_charging_needs_the_data(self, folder, budget):
         budget.close()

@@ -460,7 +460,7 @@ class Budget:
 
     @property
     def _parts(self) -> list[str] | None:
-        found = [record["parts"] for record in self._ledger.records if record["kind"] == "parts"]
+        found = [record["parts"] for record in self._ledger.records if "parts" in record]
         return found[-1] if found else None
 
     def require_data(self) -> None:
@@ -651,19 +651,22 @@ class Budget:
         with self._ledger.mutex:
             if not self._fits(cost):
                 self._refuse(cost)
-            self._bind()
-            self._ledger.charge(event, block=block)
+            self._ledger.charge(event, block=block, further=self._changes())
+            self._changed = self._changed_parts = None
             self._spent = self._spent + cost
 
-    def _bind(self) -> None:
-        """Binds the budget to changed data, if that was acknowledged."""
-        if self._changed is None:
-            return
-        parts = self._changed_parts
-        self._ledger.append("data", {"data": self._changed})
-        self._changed = self._changed_parts = None
-        if parts is not None and parts != self._parts:
-            self._ledger.append("parts", {"parts": parts})
+    def _changes(self) -> dict[str, Any]:
+        """Returns the changed data that the budget will be for, if that was acknowledged.
+
+        One record holds the charge, the data and the parts of other processes. After a crash, all
+        of them are on disk or none is, and the budget is never for rows of two different runs.
+        """
+        found: dict[str, Any] = {}
+        if self._changed is not None:
+            found["data"] = self._changed
+            if self._changed_parts is not None:
+                found["parts"] = self._changed_parts
+        return found
 
     def _fits(self, cost: np.ndarray, *, margin: float = 0.0, fraction: float = 1.0) -> bool:
         limits = self._limits * (1 - margin)

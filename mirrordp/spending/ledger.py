@@ -311,19 +311,26 @@ class FileLedger(Ledger):
         """Returns how many steps of a run have been paid for."""
         return self._charged.get(run, 0)
 
-    def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
+    def charge(
+        self,
+        event: DpEvent,
+        *,
+        block: Block | None = None,
+        further: Mapping[str, Any] | None = None,
+    ) -> None:
         """Appends an event, and returns when it is on disk. Only then may its result be computed.
 
         Args:
             event: the cost.
             block: the steps that it pays for; they must follow those paid for before.
+            further: other entries of the record, as JSON, which are on disk if the charge is.
 
         Raises:
             LedgerError: if it cannot be written. Then nothing may run.
         """
-        if isinstance(event, dp_accounting.NoOpDpEvent) and block is None:
+        if isinstance(event, dp_accounting.NoOpDpEvent) and block is None and not further:
             return
-        content: dict[str, Any] = {"event": event_to_dict(event)}
+        content: dict[str, Any] = {**(further or {}), "event": event_to_dict(event)}
         with self.mutex:
             if block is not None:
                 charged = self.charged_steps(block.run)
