@@ -541,12 +541,33 @@ def test_times_of_parquet_are_seconds_whatever_their_unit(tmp_path):
 def test_a_cell_of_parquet_that_is_no_text_ends_nothing(tmp_path):
     import pyarrow as arrow
 
-    for kind in (arrow.string(), arrow.large_string()):
-        binary = arrow.large_binary() if kind == arrow.large_string() else arrow.binary()
+    for kind, binary in (
+        (arrow.string(), arrow.binary()),
+        (arrow.large_string(), arrow.large_binary()),
+        (arrow.string_view(), arrow.binary_view()),
+    ):
         cells = arrow.array([b"good", b"b\xffd", None], binary)
         texts = arrow.Array.from_buffers(kind, 3, cells.buffers())
         (table,) = read_batches(write_parquet(tmp_path / "t.parquet", a=texts, x=[1, 2, 3]))
         assert table.columns["a"] == ("good", "b\ufffdd", "")
+
+
+def test_texts_of_parquet_are_texts_whatever_their_layout(tmp_path):
+    import pyarrow as arrow
+
+    texts = ["short", None, "longer than twelve bytes", "short"]
+    kinds = (arrow.string(), arrow.large_string(), arrow.string_view())
+    columns = {str(kind): arrow.array(texts, kind) for kind in kinds}
+    # Arrow can neither write nor decode a dictionary of views.
+    columns |= {f"{kind} once": arrow.array(texts, kind).dictionary_encode() for kind in kinds[:2]}
+    found = read_table(write_parquet(tmp_path / "t.parquet", **columns))
+    assert not found.unreadable
+    for name in columns:
+        assert found.columns[name] == tuple(text or "" for text in texts), name
+    # Bytes are no text, whatever their layout.
+    binary = arrow.array([b"a", b"b"], arrow.binary_view())
+    found = read_table(write_parquet(tmp_path / "t.parquet", a=binary, x=[1, 2]))
+    assert found.unreadable == {"a": "binary_view"}
 
 
 def test_parquet_columns_without_a_meaning_are_left_out(tmp_path):

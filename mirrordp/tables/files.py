@@ -305,7 +305,7 @@ def _parquet_cells(column: Any) -> Cells | None:
         return np.fromiter(exact, np.float64, len(column))
     if types.is_integer(kind) or types.is_floating(kind):
         return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
-    if types.is_string(kind) or types.is_large_string(kind):
+    if types.is_string(kind) or types.is_large_string(kind) or _is_string_view(kind):
         return tuple("" if value is None else value for value in _texts(column))
     if types.is_time(kind):
         # As whole numbers: neither nanoseconds nor times beyond a day are times in Python.
@@ -324,9 +324,20 @@ def _texts(column: Any) -> list[str | None]:
         return column.to_pylist()
     except UnicodeDecodeError:
         # A cell of one row must not end a fit.
-        is_large = arrow.types.is_large_string(column.type)
-        cells = column.cast(arrow.large_binary() if is_large else arrow.binary()).to_pylist()
+        kind = arrow.binary()
+        if arrow.types.is_large_string(column.type):
+            kind = arrow.large_binary()
+        elif _is_string_view(column.type):
+            kind = arrow.binary_view()
+        cells = column.cast(kind).to_pylist()
         return [None if cell is None else cell.decode(errors="replace") for cell in cells]
+
+
+def _is_string_view(kind: Any) -> bool:
+    """Returns whether a type is text that other programs store as views, such as polars."""
+    arrow, _ = _pyarrow()
+    # Arrow 15 does not know it, nor can it read such a column.
+    return hasattr(arrow, "string_view") and kind == arrow.string_view()
 
 
 def temporal_cells(values: np.ndarray) -> Cells:
