@@ -1,14 +1,19 @@
 """The service of `mirrordp serve`, in this process."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
 import sys
+import threading
+import time
 
 import httpx
 import pytest
 
 from mirrordp import cli
+from mirrordp.cli import serve
 from mirrordp.tables import CategoryColumn, TableError, serving
 from tests import soak_serve
 from tests.soak_serve import GOOD
@@ -168,6 +173,73 @@ def test_a_request_that_arrives_too_slowly():
 
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 503
+
+
+@contextlib.contextmanager
+def running(seconds):
+    """Yields a function that connects to a service in a thread."""
+    app = serving.make_app(make_model("regression"), serving.Limits(seconds=seconds))
+    server = serve._server(app, seconds)
+    with serve._listening("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield lambda: socket.create_connection(listener.getsockname(), timeout=10)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def drips(connection, text, *, every):
+    """Sends one byte at a time; returns after how many seconds the connection was closed."""
+    began = time.monotonic()
+    connection.settimeout(every)
+    for byte in text:
+        try:
+            connection.sendall(bytes([byte]))
+            if connection.recv(1) == b"":
+                break
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+    else:
+        raise AssertionError("the connection stays open")
+    return time.monotonic() - began
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+ENDLESS = b"GET /health HTTP/1.1\r\nSlow: " + b"a" * 100
+
+
+@pytest.mark.parametrize("protocol", ["h11_impl.H11Protocol", "httptools_impl.HttpToolsProtocol"])
+def test_a_client_whose_headers_take_too_long_is_cut_off(protocol, monkeypatch):
+    module, name = protocol.split(".")
+    kind = getattr(pytest.importorskip(f"uvicorn.protocols.http.{module}"), name)
+    monkeypatch.setattr("uvicorn.protocols.http.auto.AutoHTTPProtocol", kind)
+    with running(seconds=0.5) as connect:
+        with connect() as silent:
+            assert silent.recv(1) == b""
+        with connect() as slow:
+            assert 0.3 < drips(slow, ENDLESS, every=0.05) < 3
+        with connect() as again:
+            again.sendall(HEALTH)
+            assert b"200 OK" in again.recv(1000)
+            time.sleep(0.7)  # Idle, which is none of its business.
+            again.sendall(HEALTH)
+            assert b"200 OK" in again.recv(1000)
+            assert 0.3 < drips(again, ENDLESS, every=0.05) < 3
+
+
+def test_a_client_that_is_slow_within_the_limit_is_answered():
+    body = json.dumps(GOOD).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with running(seconds=2.0) as connect, connect() as patient:
+        for part in (head[:20], head[20:], body[:5], body[5:]):
+            # In all more than the limit, which holds for the headers and for the rest.
+            time.sleep(0.6)
+            patient.sendall(part)
+        assert b"200 OK" in patient.recv(1000)
 
 
 def test_problems_are_listed_up_to_a_limit(client):

@@ -1,6 +1,7 @@
 """`mirrordp serve`."""
 
 import argparse
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,12 @@ def add(commands: Any) -> None:
     for name, kind, default, summary in (
         ("--max-bytes", positive_integer, 1_000_000, "largest request in bytes"),
         ("--max-rows", positive_integer, 10_000, "most rows in a request"),
-        ("--timeout", positive, 10.0, "longest time for a request in seconds"),
+        (
+            "--timeout",
+            positive,
+            10.0,
+            "most seconds for a request's headers, and for its rest",
+        ),
     ):
         parser.add_argument(
             name, type=kind, default=default, metavar="N", help=f"{summary} (default: %(default)s)"
@@ -66,26 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with library_errors():
         limits = serving.Limits(arguments.max_bytes, arguments.max_rows, arguments.timeout)
         app = serving.make_app(load_model(arguments.model), limits)
-        try:
-            import uvicorn
-        except ImportError:
-            raise UsageError(
-                "expected the package uvicorn, but it is not installed; run pip install "
-                "'mirrordp[serve]'."
-            ) from None
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                # A line of the access log may hold what a client wrote into the address.
-                access_log=False,
-                log_level="warning",
-                # Python's own handler prints warnings; to configure others closes existing ones.
-                log_config=None,
-                limit_concurrency=_MOST_CONNECTIONS,
-                server_header=False,
-                lifespan="off",
-            )
-        )
+        server = _server(app, limits.seconds)
     with _listening(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -96,6 +83,78 @@ def _run(arguments: argparse.Namespace) -> int:
         with interruptible("The service has ended."):
             server.run(sockets=[listener])
     return 0
+
+
+def _server(app: Any, seconds: float) -> Any:
+    """Returns a server that closes a connection whose headers take longer than `seconds`."""
+    try:
+        import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    except ImportError:
+        raise UsageError(
+            "expected the package uvicorn, but it is not installed; run pip install "
+            "'mirrordp[serve]'."
+        ) from None
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=_impatient(AutoHTTPProtocol, seconds),
+            ws="none",
+            # A line of the access log may hold what a client wrote into the address.
+            access_log=False,
+            log_level="warning",
+            # Python's own handler prints warnings; to configure others closes existing ones.
+            log_config=None,
+            limit_concurrency=_MOST_CONNECTIONS,
+            server_header=False,
+            lifespan="off",
+        )
+    )
+
+
+def _impatient(protocol: Any, seconds: float) -> Any:
+    """Returns a protocol of uvicorn that waits `seconds` for the headers of a request.
+
+    The time runs from the connection on, or from the first byte of a further request; uvicorn ends
+    a connection that is idle between requests. The application bounds the time after the headers.
+    """
+
+    class Impatient(protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        @property
+        def _awaits_headers(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._look()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._look()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _look(self) -> None:
+            if not self._awaits_headers:
+                self._forget()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(seconds, self._give_up)
+
+        def _forget(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _give_up(self) -> None:
+            self._deadline = None
+            # Nothing is left to be sent, and a client that reads nothing must not delay the end.
+            self.transport.abort()
+
+    return Impatient
 
 
 def _listening(host: str, port: int) -> socket.socket:

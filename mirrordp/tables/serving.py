@@ -52,7 +52,8 @@ class Limits:
     Attributes:
         max_bytes: the largest body in bytes.
         max_rows: the largest number of rows.
-        seconds: the longest time for a request from the end of its headers on.
+        seconds: the longest time for a request from the end of its headers on. The headers are the
+            server's business; `mirrordp serve` gives them the same time.
     """
 
     max_bytes: int = 1_000_000
