@@ -1031,6 +1031,41 @@ class TestRepeatedFits:
         assert other.event == mirrordp.Ledger(mirrordp.Adjacency.REPLACE).event
 
 
+class TestExtremeTargets:
+    """Public targets may be refused, before a charge; a private one must not end a fit."""
+
+    @pytest.mark.parametrize(
+        ("kind", "task", "words"),
+        [
+            (PrivateLinearRegression, "regression", r"y_public .* to 1e\+200, whose squares"),
+            (PrivatePoissonRegressor, "count", r"y_public must hold counts of at most"),
+        ],
+    )
+    def test_public_ones_are_refused_before_anything_is_charged(self, kind, task, words, tmp_path):
+        (x, y), (x_public, y_public) = draw(task, 60), draw(task, 60, seed=1)
+        y_public = y_public.astype(float)
+        y_public[3] = 1e200
+        with mirrordp.Budget.create(
+            tmp_path / "budget", epsilon=9.0, delta=1e-5, data=mirrordp.PrivateData(x)
+        ) as budget:
+            with pytest.raises(ValueError, match=words) as caught:
+                kind().fit(x, y, x_public, y_public, spend=budget)
+            assert UNPROTECTED not in str(caught.value)
+            assert budget.status.charges == 0
+
+    @pytest.mark.parametrize("value", [1e40, 1e200, -1e200, 1.7e308])
+    def test_a_private_one_counts_at_most_as_much_as_any_other(self, value):
+        (x, y), public = draw("regression", 60), draw("regression", 60, seed=1)
+        y[3] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = PrivateLinearRegression(epsilon=100.0, random_state=0).fit(x, y, *public)
+        assert np.isfinite(model.coef_).all()
+        ordinary = PrivateLinearRegression(epsilon=100.0, random_state=0)
+        without = ordinary.fit(x, draw("regression", 60)[1], *public)
+        np.testing.assert_allclose(model.coef_, without.coef_, atol=0.3)
+
+
 class TestMistakes:
     def test_what_is_not_finite_is_refused_for_the_operator_only(self, task):
         x, y = draw(task, 50)

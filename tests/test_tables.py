@@ -217,6 +217,15 @@ def test_columns_that_say_nothing_are_left_out(tmp_path):
     assert "common enough" in found.left_out["name"]
 
 
+def test_numbers_without_a_deviation_are_not_called_constant(tmp_path):
+    public = "x,large,small,y\n" + "".join(f"{i},{i}e200,{i}e-200,{i}\n" for i in range(30))
+    found = learn(tmp_path, public)
+    assert [column.name for column in found.encoding.columns] == ["x"]
+    reason = "it holds numbers from 0 to 2.9e+201, whose squares are beyond float64"
+    assert found.left_out["large"] == reason
+    assert "squares are beyond float64" in found.left_out["small"]
+
+
 def clock_table(values):
     cells = tuple(map(str, values))
     return Table("t", {"departs": cells, "y": tuple(str(i % 7) for i in range(len(cells)))})
@@ -314,6 +323,9 @@ def test_counts_are_whole_and_not_negative(tmp_path):
         ("x,y\n1,-1\n2,3\n", {"task": "count"}, "got -1"),
         ("x,y\n1,.5\n2,3\n", {"task": "count"}, "use --task regression"),
         ("x,y\n1,5\n2,5\n", {}, "got 5 in every row"),
+        ("x,y\n1,1e200\n2,3\n", {}, "got numbers from 3 to 1e\\+200, .* beyond float64, in"),
+        ("x,y\n1,1e-200\n2,3e-200\n", {}, "use another unit in all files"),
+        ("x,y\n1,1e200\n2,3\n", {"task": "count"}, "at most 9007199254740992 .* got 1e\\+200"),
         ("x,y\n1,a\n2,a\n", {"task": "classification"}, "got 'a' alone"),
         (
             "x,y\n" + "".join(f"1,{i}.5\n" for i in range(101)),

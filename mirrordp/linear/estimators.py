@@ -49,6 +49,7 @@ from mirrordp.spending._fits import Fits, Lineage, Together
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
 from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.learning import LARGEST_COUNT, too_extreme
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import Books, check_spend
 from mirrordp.training.checkpoint import Checkpoint
@@ -735,6 +736,12 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
                     f"y and y_public must have the same outputs, got {outputs} and "
                     f"{y_public.shape[1]}."
                 )
+            for column in y_public.T:
+                if (extreme := too_extreme(column)) is not None:
+                    raise ValueError(
+                        f"y_public must hold numbers that can be computed with, got {extreme}. Use "
+                        "another unit in y and y_public."
+                    )
             shift = np.array([column.mean() for column in y_public.T])
             scale = np.array([column.std() for column in y_public.T])
         # Only an intercept can undo the shift.
@@ -783,6 +790,11 @@ class PrivatePoissonRegressor(RegressorMixin, _PrivateLinearModel):
         y = _inputs.as_counts("y", y, f" {UNPROTECTED}")
         if y_public is not None:
             y_public = _inputs.as_counts("y_public", y_public, "")[:, None]
+            if y_public.max() > LARGEST_COUNT:
+                raise ValueError(
+                    f"y_public must hold counts of at most {LARGEST_COUNT}, got "
+                    f"{y_public.max():g}. Correct them, or use PrivateLinearRegression."
+                )
         return _Problem(families.POISSON, y[:, None], y_public)
 
     def _decode(self, problem, coefficients, intercepts):

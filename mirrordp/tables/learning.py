@@ -43,6 +43,8 @@ TASKS = ("regression", "classification", "count", "ordinal")
 MAX_CATEGORIES = 100
 """The largest number of categories of a column with a feature of their own, commonest first."""
 MAX_CLASSES = 100
+LARGEST_COUNT = 2**53
+"""The largest public count. Beyond it, float64 leaves out whole numbers."""
 MAX_CODES = 50
 """The largest number of distinct whole numbers that are offered as categories."""
 LEAST_GAIN = 0.01
@@ -332,11 +334,22 @@ def _learn_target(public: Table, name: str, task: str, separators: Separators) -
                 f"expected whole numbers of at least zero in the target {name!r} for --task count, "
                 f"got {number_text(values[bad][0])} in {public.source!r}; use --task regression."
             )
+        if values.max() > LARGEST_COUNT:
+            raise TableError(
+                f"expected counts of at most {LARGEST_COUNT} in the target {name!r}, got "
+                f"{number_text(values.max())} in {public.source!r}; repair the column, or use "
+                "--task regression."
+            )
         return NumberTarget(name, is_count=True, **spelled)
     if values.min() == values.max():
         raise TableError(
             f"expected a target {name!r} that varies in {public.source!r}, got "
             f"{number_text(values[0])} in every row; add public rows."
+        )
+    if (extreme := too_extreme(values)) is not None:
+        raise TableError(
+            f"expected a target {name!r} that can be computed with, got {extreme}, in "
+            f"{public.source!r}; use another unit in all files, or repair the column."
         )
     return NumberTarget(name, is_count=False, **spelled)
 
@@ -392,8 +405,10 @@ def _learn_column(
             low, high = float(present.min()), float(present.max())
             is_clock = _is_clock(present)
             units = clock_minutes(present) if is_clock else present
+            if (extreme := too_extreme(units)) is not None:
+                return f"it holds {extreme}"
             scale = float(units.std())
-            if not (scale >= sys.float_info.min and math.isfinite(scale)):
+            if not scale >= sys.float_info.min:
                 return "constant in the public table"
             marks = len(present) < len(values)
             return NumberColumn(
@@ -426,6 +441,16 @@ def _learn_column(
     if not kept:
         return "no category is common enough in the public table"
     return CategoryColumn(name, tuple(sorted(kept)), ranked[0], missing > 0)
+
+
+def too_extreme(values: np.ndarray) -> str | None:
+    """Describes public numbers that differ, but have no standard deviation in float64."""
+    with np.errstate(all="ignore"):
+        spread = values.std()
+    if values.min() == values.max() or sys.float_info.min <= spread < math.inf:
+        return None
+    low, high = (number_text(value) for value in (values.min(), values.max()))
+    return f"numbers from {low} to {high}, whose squares are beyond float64"
 
 
 def _is_clock(values: np.ndarray) -> bool:
