@@ -755,9 +755,12 @@ def test_the_ceiling_stays_with_the_operator(capsys, tmp_path, task):
     assert cli.main([*fit_options(files, task, test=test, seed=0), "--ceiling"]) == 0
     captured = capsys.readouterr()
     assert "without protection" not in captured.out
-    (line,) = (line for line in captured.err.splitlines() if line not in before)
-    assert line.startswith(f"mirrordp: {UNPROTECTED} a linear model without protection: ")
-    name, value = line.partition("protection: ")[2].split()[:2]
+    mark, *table = (line for line in captured.err.splitlines() if line not in before)
+    assert mark == f"mirrordp: {UNPROTECTED} models without protection:"
+    assert table[0].split() == ["a", "linear", "model"]
+    # A terminal of 100 columns shows it as a table.
+    assert max(map(len, (mark, *table))) <= 100
+    name, value = table[1].split()[:2]
     assert name == {"classification": "loss"}.get(task, "rmse")
     # Nothing but the words that it was shown is in the report.
     report, other = (json.loads((out / "report.json").read_text()) for out in (files["out"], plain))
@@ -786,12 +789,13 @@ def test_the_ceiling_of_trees_is_boosting(capsys, tmp_path, task):
     captured = capsys.readouterr()
     assert "without protection" not in captured.out
     name = {"classification": "auc", "count": "r2", "regression": "r2"}[task]
-    found = []
-    for model in ("a linear model", "gradient boosting"):
-        start = f"mirrordp: {UNPROTECTED} {model} without protection: "
-        (line,) = (line for line in captured.err.splitlines() if line.startswith(start))
-        found.append(float(line.partition(f" {name} ")[2].split()[0]))
-    linear, boosting = found
+    lines = captured.err.splitlines()
+    mark = lines.index(f"mirrordp: {UNPROTECTED} models without protection:")
+    assert lines[mark + 1].split() == ["a", "linear", "model", "gradient", "boosting"]
+    assert max(map(len, lines[mark:])) <= 100
+    (row,) = (line for line in lines[mark:] if line.split()[0] == name)
+    # Each value has an interval, (low to high).
+    linear, boosting = (float(part.split()[-1]) for part in row.split(" (")[:2])
     assert boosting > max(linear + 0.2, 0.5)
     assert "gradient boosting" not in (files["out"] / "report.json").read_text()
 

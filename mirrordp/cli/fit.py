@@ -244,10 +244,15 @@ def _run(arguments: argparse.Namespace) -> int:
     # On standard error, since what is printed may be passed on.
     for words in by_column(fitted.unprotected_cells):
         print(f"mirrordp: {UNPROTECTED} {words}.", file=sys.stderr)
-    for name, measured in (fitted.unprotected_ceiling or {}).items():
-        scores = (f"{k} {_with_interval(v._asdict())}" for k, v in measured.items())
-        line = f"{UNPROTECTED} {name} without protection: {', '.join(scores)}."
-        print(f"mirrordp: {line}", file=sys.stderr)
+    if fitted.unprotected_ceiling:
+        print(f"mirrordp: {UNPROTECTED} models without protection:", file=sys.stderr)
+        for line in _scores(
+            {
+                name: {measure: value._asdict() for measure, value in measured.items()}
+                for name, measured in fitted.unprotected_ceiling.items()
+            }
+        ):
+            print(line, file=sys.stderr)
     return 0
 
 
@@ -336,8 +341,14 @@ def _rehearsed(rehearsal: Mapping[str, Any], chosen: str) -> str:
 
 
 def _print_scores(test: Mapping[str, Any]) -> None:
-    """Prints one line per measure, and one column per model."""
-    models = test["models"]
+    """Prints the scores of a report."""
+    print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
+    for line in _scores(test["models"]):
+        print(line)
+
+
+def _scores(models: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields one line per measure, and one column per model."""
     names = list(dict.fromkeys(name for measured in models.values() for name in measured))
     table = [["", *models]]
     for name in names:
@@ -345,10 +356,9 @@ def _print_scores(test: Mapping[str, Any]) -> None:
         shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
         table.append([name, *shown])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
     for row in table:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(f"  {'  '.join(cells)}".rstrip())
+        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def _with_interval(measured: Mapping[str, Any]) -> str:
