@@ -242,6 +242,15 @@ def test_a_client_that_is_slow_within_the_limit_is_answered():
         assert b"200 OK" in patient.recv(1000)
 
 
+def test_a_number_does_not_say_which_of_two_names_it_is(client):
+    for name in ("007", "7"):
+        found = client.post("/predict", json=GOOD | {"letter": name})
+        assert found.json()["unfamiliar"] == {}
+    refused = client.post("/predict", json=GOOD | {"letter": 7})
+    assert refused.status_code == 422
+    assert refused.json()["problems"][0]["problem"] == "expected text or null, got a number"
+
+
 def test_problems_are_listed_up_to_a_limit(client):
     content = client.post("/predict", json=[{}] * 500).json()
     assert "2500 problems (the first 100 are listed)" in content["error"]

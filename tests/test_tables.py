@@ -738,6 +738,40 @@ def test_codes_that_are_names_stay_names(tmp_path, codes):
     assert (found[0] != found[1]).any()
 
 
+@pytest.mark.parametrize("rare", ["7", "07", "7.0"])
+def test_a_rare_name_does_not_count_as_a_common_one_of_the_same_number(tmp_path, rare):
+    """It was left out of the vocabulary, and every private 7 was then taken for 007."""
+    cells = [*["007"] * 40, *["A"] * 40, rare]
+    public = "c,y\n" + "".join(f"{cell},{k % 5}\n" for k, cell in enumerate(cells))
+    encoding = learn(tmp_path, public).encoding
+    categories = encoding.columns[0].categories
+    assert set(categories) == {"007", "A", rare}
+    private = "c,y\n" + "".join(f"{cell},1\n" for cell in ("007", rare, "A", "+7", "B"))
+    found = encode(encoding, tmp_path, private).features
+    expected = [[name == cell for name in categories] for cell in ("007", rare, "A", "+7", "B")]
+    np.testing.assert_array_equal(found, expected)
+    # Where public rows have one of them alone, any spelling of the number is that category.
+    alone = learn(tmp_path, public.rsplit(rare, 1)[0] + "A,1\n").encoding
+    found = encode(alone, tmp_path, f"c,y\n007,1\n{rare},1\n").features
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_names_that_are_one_number_are_kept_together_within_the_most_categories(tmp_path):
+    # 99 categories, of which the last has a second name: both are left out, as there is one place.
+    cells = [f"c{k}" for k in range(99) for _ in range(20)] + ["7"] * 15 + ["007"] * 12
+    public = "c,y\n" + "".join(f"{cell},{k % 5}\n" for k, cell in enumerate(cells))
+    categories = learn(tmp_path, public).encoding.columns[0].categories
+    assert len(categories) == 99
+    assert not {"7", "007"} & set(categories)
+
+
+def test_a_column_of_007_and_7_alone_holds_numbers(tmp_path):
+    public = "c,y\n" + "".join(f"{('007', '7', '8')[k % 3]},{k % 5}\n" for k in range(60))
+    encoding = learn(tmp_path, public).encoding
+    found = encode(encoding, tmp_path, "c,y\n007,1\n7,1\n8,1\n").features
+    assert found[0] == found[1] < found[2]
+
+
 # Predicting.
 
 

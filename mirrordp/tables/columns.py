@@ -473,6 +473,11 @@ def differ_as_numbers(labels: Iterable[str]) -> bool:
     return all(len(same) == 1 for same in _by_number(labels).values())
 
 
+def same_numbers(labels: Iterable[str]) -> dict[str, list[str]]:
+    """Returns, for each label that reads as a number, all labels that are the same number."""
+    return {label: same for same in _by_number(labels).values() for label in same}
+
+
 def _by_number(labels: Iterable[str]) -> dict[str, list[str]]:
     """Returns the labels that read as numbers, by the number."""
     found: dict[str, list[str]] = {}

@@ -34,6 +34,7 @@ from mirrordp.tables.columns import (
     number,
     number_text,
     numbers,
+    same_numbers,
 )
 from mirrordp.tables.encoding import FeatureEncoding, TableEncoding
 from mirrordp.tables.files import Cells, Table, TableError, listed, nearest
@@ -437,7 +438,14 @@ def _learn_column(
     least = min(max(0.01 * len(public), 2), 10)
     # By falling count and then by name, so that the order of rows does not matter.
     ranked = sorted(counts, key=lambda text: (-counts[text], text))
-    kept = [text for text in ranked if counts[text] >= least][:MAX_CATEGORIES]
+    # Names that are one number, such as 007 and 7, are kept together: if 7 were left out because it
+    # is rare, cells of it would count as 007.
+    same = same_numbers(ranked)
+    kept: list[str] = []
+    for text in itertools.takewhile(lambda text: counts[text] >= least, ranked):
+        names = same.get(text, [text])
+        if text not in kept and len(kept) + len(names) <= MAX_CATEGORIES:
+            kept += names
     if not kept:
         return "no category is common enough in the public table"
     return CategoryColumn(name, tuple(sorted(kept)), ranked[0], missing > 0)

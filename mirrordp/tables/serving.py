@@ -32,6 +32,7 @@ from mirrordp.tables.columns import (
     DateColumn,
     NumberColumn,
     Tally,
+    differ_as_numbers,
     moment,
     number,
     number_text,
@@ -236,8 +237,10 @@ def _cell(column: Column, row: dict[str, Any]) -> Any:
         return value or ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    text_only = isinstance(column, CategoryColumn) and all(
-        number(category) is None for category in column.categories
+    # Of categories 007 and 7, a number does not say which it is.
+    text_only = isinstance(column, CategoryColumn) and (
+        all(number(category) is None for category in column.categories)
+        or not differ_as_numbers(column.categories)
     )
     if not is_number or text_only:
         raise ValueError(f"expected text or null, got {_kind(value)}")
