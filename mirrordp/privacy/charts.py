@@ -16,7 +16,7 @@ The charts themselves are in `mirrordp.updates.before_clip`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from mirrordp.privacy.clipping import takes_key
 from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.turns import Turn
 from mirrordp.types import LossFn, Params, PyTree
 
 
@@ -41,6 +42,9 @@ class Chart(NamedTuple):
             chart that stays what it is.
         groups: `groups(part) -> numbers`, a group for each leaf of φ. Groups are clipped
             separately, each to C/√(number of groups); None clips φ as a whole.
+        turns: `turns(state) -> a Turn for each leaf of φ`, where these are all that M does. A step
+            then takes them in place of `move`, since it knows how to turn with less work; None
+            for other charts. A chart with turns has neither a centre nor groups.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -50,6 +54,7 @@ class Chart(NamedTuple):
     release: Callable[[PyTree, PyTree], PyTree]
     prepare: Callable[[PyTree, PyTree], PyTree] | None = None
     groups: Callable[[PyTree], tuple[int, ...]] | None = None
+    turns: Callable[[PyTree], Sequence[Turn]] | None = None
 
 
 CHARTED = Trainable.of((True, False))

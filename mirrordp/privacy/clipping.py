@@ -33,6 +33,7 @@ from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.sums import ExactSum, float32_or_wider
 from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.turns import Turn
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
 
@@ -192,6 +193,7 @@ def clipped_grad(
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
     groups: Sequence[int] | None = None,
+    turns: Sequence[Turn] | None = None,
     automatic: bool = False,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
@@ -215,6 +217,8 @@ def clipped_grad(
         groups: the number 0, 1, ... of the group of each trainable leaf, in order. Each of k groups
             is then clipped by itself, to C/√k, so that the whole has norm at most C. By default the
             gradient is clipped as a whole.
+        turns: coordinates in which gradients are clipped and returned, made of public data, for
+            each trainable leaf in order. By default they are the parameters' own.
         automatic: scales each gradient v by C / (‖v‖ + C) in place of min(1, C / ‖v‖).
 
     Returns:
@@ -235,6 +239,10 @@ def clipped_grad(
             return keyed_loss(chosen.merge(part, params), example, key)
 
         losses, grads = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0))(part, batch, keys)
+        if turns is not None:
+            leaves, tree = jax.tree.flatten(grads)
+            pairs = zip(turns, leaves, strict=True)
+            grads = tree.unflatten([turn.of_gradients(leaf) for turn, leaf in pairs])
         # The norm is that of the very numbers that are summed: nothing is computed twice.
         grads = lax.optimization_barrier(grads)
         leaves = jax.tree.leaves(grads)

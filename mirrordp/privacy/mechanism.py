@@ -20,6 +20,7 @@ from mirrordp.privacy.noise import BandedNoise, GaussianNoise, Noise, SecureGaus
 from mirrordp.privacy.sampling import CyclicPoissonSampling, FullBatch, Sampling, in_random_places
 from mirrordp.privacy.secure import SecureRandom
 from mirrordp.privacy.sums import ExactSum
+from mirrordp.privacy.turns import Turn
 from mirrordp.types import LossFn, PyTree
 
 _LEAST_NOISE = 2.0**-20
@@ -343,16 +344,18 @@ class Mechanism:
         trainable: PyTree | None = None,
         microbatch_size: int | None = None,
         groups: Sequence[int] | None = None,
+        turns: Sequence[Turn] | None = None,
         automatic: bool = False,
     ) -> ClippedGrad:
         """The clipped sum at this mechanism's clip norm; see `mirrordp.privacy.ghost`.
 
-        With `groups`, see `mirrordp.clipped_grad`.
+        With `groups` or `turns`, see `mirrordp.clipped_grad`.
         """
         options = {
             "l2_clip_norm": self.l2_clip_norm,
             "trainable": trainable,
             "microbatch_size": microbatch_size,
+            "turns": turns,
             "automatic": automatic,
         }
         if groups is not None:

@@ -136,26 +136,32 @@ class TrainStep:
     @property
     def clipped_grad(self) -> ClippedGrad:
         """The clipped sum of the private loss, without a chart."""
+        return self._clipped_grad(where_faster(self.loss_fn), trainable=self.trainable)
+
+    def _clipped_grad(self, loss_fn: LossFn, **options: Any) -> ClippedGrad:
         return self.mechanism.clipped_grad(
-            where_faster(self.loss_fn),
-            trainable=self.trainable,
+            loss_fn,
             microbatch_size=self.microbatch_size,
             automatic=self.automatic_clip,
+            **options,
         )
 
     def _sum_of(self, state: TrainState) -> tuple[ClippedGrad, Params]:
         """Returns the clipped sum that a step takes, and the parameters that it is called with."""
-        if self.chart is None:
+        chart, loss_fn = self.chart, where_faster(self.loss_fn)
+        if chart is None:
             return self.clipped_grad, state.params
-        groups = self.chart.groups
-        clipped_grad = self.mechanism.clipped_grad(
-            charted_loss(self.chart, where_faster(self.loss_fn), self.trainable),
+        if chart.turns is not None:
+            turns = chart.turns(state.chart)
+            turned = self._clipped_grad(loss_fn, trainable=self.trainable, turns=turns)
+            return turned, state.params
+        part = self.trainable.part(state.params)
+        charted = self._clipped_grad(
+            charted_loss(chart, loss_fn, self.trainable),
             trainable=CHARTED,
-            microbatch_size=self.microbatch_size,
-            automatic=self.automatic_clip,
-            groups=None if groups is None else groups(self.trainable.part(state.params)),
+            groups=None if chart.groups is None else chart.groups(part),
         )
-        return clipped_grad, charted_params(self.chart, state.params, state.chart, self.trainable)
+        return charted, charted_params(chart, state.params, state.chart, self.trainable)
 
     def _zeros(self, params: Params) -> PyTree:
         """Returns the clipped sum over an empty batch."""
@@ -286,7 +292,7 @@ class TrainStep:
         clipped_sum, stats = clipped_grad.exact_sum(
             params, batch, is_padding, keys=keys if clipped_grad.takes_key else None
         )
-        if self.chart is not None:
+        if self.chart is not None and self.chart.turns is None:
             # In the form of φ: the rest of a charted loss's parameters is frozen.
             high, low = clipped_sum.high[0], clipped_sum.low[0]
             clipped_sum = dataclasses.replace(clipped_sum, high=high, low=low)

@@ -25,6 +25,7 @@ from mirrordp.mirror.subspace import SubspaceMap
 from mirrordp.privacy.charts import Chart
 from mirrordp.privacy.sums import float32_or_wider
 from mirrordp.privacy.trainable import children
+from mirrordp.privacy.turns import Turn
 from mirrordp.types import PyTree
 from mirrordp.updates.public_sizes import PublicSizes
 
@@ -87,11 +88,9 @@ def scaled_by_public_gradients(*, decay: float = 0.99, epsilon: float = 0.1) -> 
 
 
 class Turned(NamedTuple):
-    """What `kronecker` keeps, in the parameters' type: U, V and H^{−1/2} of each array, and c."""
+    """What `kronecker` keeps, in the parameters' type: U, V and c H^{−1/2} of each array, and c."""
 
-    left: tuple[Any, ...]
-    right: tuple[Any, ...]
-    inverse_root: tuple[Any, ...]
+    turns: tuple[Turn, ...]
     c: Any
 
 
@@ -116,32 +115,44 @@ def kronecker(mirror_map: KroneckerMap) -> Chart:
     # Public gradients keep their mean squared norm.
     c = np.sqrt(curvature.sum() / (curvature / eigenvalues).sum())
     ends = np.cumsum([rows * columns for rows, columns in mirror_map.shapes])
-    roots = np.split(eigenvalues**-0.5, ends[:-1])
-    roots = tuple(root.reshape(shape) for root, shape in zip(roots, mirror_map.shapes, strict=True))
+    roots = np.split(c * eigenvalues**-0.5, ends[:-1])
+    blocks = [
+        (_unless_one(u), _unless_one(v), root.reshape(shape))
+        for u, v, root, shape in zip(
+            arrays.left, arrays.right, roots, mirror_map.shapes, strict=True
+        )
+    ]
 
     def init(part: PyTree) -> Turned:
         _check_size(part, mirror_map.num_params)
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(part))
-        kept = Turned(arrays.left, arrays.right, roots, c)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), kept)
+        kept = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (blocks, c))
+        return Turned(tuple(Turn(*block) for block in kept[0]), kept[1])
 
-    def whitened(state: Turned, phi: PyTree, factor: jax.Array) -> PyTree:
-        """Returns factor H^{−1/2} φ, where φ are coordinates along the eigenvectors."""
-        # Array by array: of one long vector, every example would have a copy for each array.
+    def move(state: Turned, phi: PyTree) -> PyTree:
+        """Returns c H^{−1/2} φ, where φ are coordinates along the eigenvectors."""
         leaves, tree = jax.tree.flatten(phi)
         found = []
-        for leaf, u, v, root in zip(leaves, *state[:3], strict=True):
-            block = (factor * root * leaf.reshape(root.shape)).astype(leaf.dtype)
+        for leaf, (u, v, scale) in zip(leaves, state.turns, strict=True):
+            block = (scale * leaf.reshape(scale.shape)).astype(leaf.dtype)
             found.append(turned(block, u, v).reshape(leaf.shape))
         return tree.unflatten(found)
 
     return Chart(
         init=init,
         like=_zeros,
-        move=lambda state, phi: whitened(state, phi, state.c),
+        move=move,
         centre=None,
-        release=lambda state, mean: whitened(state, mean, 1 / state.c),
+        release=lambda state, mean: jax.tree.map(
+            lambda leaf: (leaf / state.c**2).astype(leaf.dtype), move(state, mean)
+        ),
+        turns=lambda state: state.turns,
     )
+
+
+def _unless_one(side: np.ndarray | None) -> np.ndarray | None:
+    """Returns eigenvectors, or None for the number 1, as a bias has for its only row."""
+    return None if side is None or side.size == 1 else side
 
 
 def _check_size(part: PyTree, expected: int) -> None:

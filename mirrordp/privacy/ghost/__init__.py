@@ -37,6 +37,7 @@ from mirrordp.privacy.ghost._explain import ParameterPath as ParameterPath, expl
 from mirrordp.privacy.ghost._sum import Split, clipped_sum
 from mirrordp.privacy.ghost._tracing import UnrecognisedError
 from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.turns import Turn
 from mirrordp.types import Batch, LossFn, Params, PyTree
 
 __all__ = ["ParameterPath", "clipped_grad", "explain"]
@@ -51,6 +52,7 @@ def clipped_grad(
     l2_clip_norm: float,
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
+    turns: Sequence[Turn] | None = None,
     automatic: bool = False,
 ) -> ClippedGrad:
     """Returns the sum of per-example gradients of `loss_fn`, each clipped to `l2_clip_norm`.
@@ -67,6 +69,7 @@ def clipped_grad(
         l2_clip_norm=l2_clip_norm,
         trainable=chosen,
         microbatch_size=microbatch_size,
+        turns=turns,
         automatic=automatic,
     )
 
@@ -80,7 +83,7 @@ def clipped_grad(
         at_a_time = count if microbatch_size is None else min(count, microbatch_size)
         part = chosen.part(params)
         try:
-            split = Split.of(loss_fn, params, (batch, keys), chosen, at_a_time)
+            split = Split.of(loss_fn, params, (batch, keys), chosen, at_a_time, turns)
         except UnrecognisedError as error:
             _warn_if_large("all parameters", jax.tree.leaves(part), at_a_time, str(error))
             return oracle.exact_sum(params, batch, is_padding, keys=keys)

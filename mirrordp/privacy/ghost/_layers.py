@@ -344,7 +344,10 @@ class Convolution(OuterProducts):
         lead = gradient.shape[:-3]
         window = [self.weight.shape[i] for i in left]
         gradient = gradient.reshape(*lead, gradient.shape[-3], *window, -1)
-        return self._in_order(jnp.moveaxis(gradient, len(lead), -2), lead, (*left, *right))
+        # The axis of groups goes before the outputs of each.
+        first, last = len(lead), gradient.ndim - 1
+        gradient = gradient.transpose(*range(first), *range(first + 1, last), first, last)
+        return self._in_order(gradient, lead, (*left, *right))
 
 
 class Lookup(OuterProducts):

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mirrordp.privacy.ghost import _cost, _factors
 from mirrordp.privacy.ghost._cost import Machine, Task
-from mirrordp.privacy.ghost._layers import Layer, OuterProducts, layer_at
+from mirrordp.privacy.ghost._layers import Layer, MatrixProduct, OuterProducts, layer_at
 from mirrordp.privacy.ghost._short import Short
 from mirrordp.privacy.ghost._tracing import Form, Program
+from mirrordp.privacy.turns import Turn
 
 SHORTENS = {"gpu": True}
 """The backends whose matrix units shorten float32 inputs to 11 bits, unless told otherwise."""
@@ -32,6 +34,20 @@ class Use(NamedTuple):
     swapped: bool
 
 
+class TurnedUse(NamedTuple):
+    """A layer whose factors are turned, on one side at least, before its gradient is formed.
+
+    Attributes:
+        use: the layer; its sides are swapped if they lie along the columns and rows of the leaf.
+        left: whether the factors along the leaf's rows are turned, not the gradient.
+        right: likewise along its columns.
+    """
+
+    use: Use
+    left: bool
+    right: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The path of each trainable leaf.
@@ -40,6 +56,7 @@ class Plan:
         layers: the program's sites, each read as a layer.
         gram: the uses of leaves whose norms are found by Gram matrices.
         product: the use of leaves whose gradients are formed at that place.
+        turned: likewise, of factors that are turned before.
         lookups: further uses of some of these leaves, by lookups, whose gradients are not formed.
         explicit: leaves whose per-example gradients are pulled back through the parameters' own
             computation.
@@ -50,25 +67,41 @@ class Plan:
     layers: tuple[Layer, ...]
     gram: dict[int, tuple[Use, ...]]
     product: dict[int, Use]
+    turned: dict[int, TurnedUse]
     lookups: dict[int, tuple[Use, ...]]
     explicit: tuple[int, ...]
     unused: tuple[int, ...]
     short: frozenset[int]
 
     @staticmethod
-    def of(program: Program, batch_size: int, machine: Machine | None = None) -> "Plan":
-        """Chooses the path of every leaf of a program, for batches of this size on this machine."""
+    def of(
+        program: Program,
+        batch_size: int,
+        machine: Machine | None = None,
+        turns: Sequence[Turn] | None = None,
+    ) -> "Plan":
+        """Chooses the path of every leaf of a program, for batches of this size on this machine.
+
+        With `turns`, every leaf has its gradients formed and turned.
+        """
         machine = machine or _cost.machine()
         layers = tuple(map(layer_at, program.sites))
-        gram, product, lookups, explicit, unused = {}, {}, {}, [], []
+        gram, product, turned, lookups, explicit, unused = {}, {}, {}, {}, [], []
         for leaf in range(program.num_leaves):
             numbers = [number for number, layer in enumerate(layers) if leaf in layer.site.leaves]
             found = [layer for layer in (layers[n] for n in numbers) if _has_factors(layer)]
             if not numbers:
                 unused.append(leaf)
                 continue
-            if len(found) < len(numbers):
+            if len(found) < len(numbers) or (turns is not None and len(numbers) > 1):
                 explicit.append(leaf)
+                continue
+            if turns is not None:
+                shape = program.jaxpr.in_avals[leaf].shape
+                if early := _turned_use(numbers[0], found[0], turns[leaf], shape):
+                    turned[leaf] = early
+                else:
+                    explicit.append(leaf)
                 continue
             swaps = _common_layout(found)
             uses = tuple(map(Use, numbers, found, swaps or [False] * len(found)))
@@ -85,11 +118,15 @@ class Plan:
             for number, layer in enumerate(layers)
             if isinstance(layer, OuterProducts) and task_of([layer], batch_size, machine).short
         )
-        return Plan(layers, gram, product, lookups, tuple(explicit), tuple(unused), short)
+        return Plan(layers, gram, product, turned, lookups, tuple(explicit), tuple(unused), short)
 
     def results_probed(self, number: int) -> bool:
         """Returns whether a site needs the cotangent of its result, not of its PARAM operands."""
-        return self.never_formed(number) or self.layers[number].by_factors
+        return (
+            self.never_formed(number)
+            or self.layers[number].by_factors
+            or any(turned.use.number == number for turned in self.turned.values())
+        )
 
     def never_formed(self, number: int) -> bool:
         """Returns whether a site's gradients are not formed."""
@@ -196,6 +233,47 @@ def _tied(uses: Sequence[Use]) -> tuple[Use, tuple[Use, ...]] | None:
     if len(products) != 1 or not lookups or not found or not plain:
         return None
     return products[0], lookups
+
+
+def _turned_use(
+    number: int, layer: OuterProducts, turn: Turn, shape: tuple[int, ...]
+) -> TurnedUse | None:
+    """Returns how factors are turned; None where turning the formed gradient is no more work.
+
+    With T positions, to turn the left factors takes T·K² operations, and the gradient K²·N; to turn
+    the right ones T·N², and the gradient K·N².
+    """
+    rows, columns = turn.scale.shape
+    left = turn.left is not None and layer.sizes.positions < columns
+    right = turn.right is not None and layer.sizes.positions < rows
+    swapped = _swapped_in(layer, shape, rows, columns) if left or right else None
+    return None if swapped is None else TurnedUse(Use(number, layer, swapped), left, right)
+
+
+def _swapped_in(
+    layer: OuterProducts, shape: tuple[int, ...], rows: int, columns: int
+) -> bool | None:
+    """Returns whether a layer's sides must be swapped to be rows and columns of its leaf.
+
+    None if they are not, because the leaf has groups or other axes between.
+    """
+    view, sizes = layer.site.views[0], layer.sizes
+    assert view is not None
+    if layer.one_hot or sizes.groups != 1:
+        return None
+    # Each entry's number in the leaf tells where the entry lies.
+    numbers = np.arange(rows * columns)
+    given = view.rearranged(numbers.reshape(shape))  # pyright: ignore[reportArgumentType]
+    for swapped in (False, True):
+        matrix = numbers.reshape(rows, columns)
+        matrix = matrix.T if swapped else matrix
+        if matrix.shape != (sizes.left, sizes.right):
+            continue
+        laid_out = layer.weight_gradient(matrix[None])  # pyright: ignore[reportArgumentType]
+        # The patches of a convolution can only be on the left.
+        if np.array_equal(laid_out, given) and (not swapped or isinstance(layer, MatrixProduct)):
+            return swapped
+    return None
 
 
 def _may_be_short(layer: OuterProducts) -> bool:

@@ -15,11 +15,12 @@ from mirrordp.privacy.clipping import ClipStats, Summed, with_key
 from mirrordp.privacy.ghost import _factors, _short, _tracing
 from mirrordp.privacy.ghost._factors import Factors
 from mirrordp.privacy.ghost._layers import OuterProducts
-from mirrordp.privacy.ghost._plan import Plan, Use, sum_roundoff
+from mirrordp.privacy.ghost._plan import Plan, TurnedUse, Use, sum_roundoff
 from mirrordp.privacy.ghost._short import Short
-from mirrordp.privacy.ghost._sides import OneHot
+from mirrordp.privacy.ghost._sides import OneHot, Vectors
 from mirrordp.privacy.ghost._tracing import Probes, Program
 from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.turns import Turn, of_vectors
 from mirrordp.types import LossFn, Params, PyTree
 
 
@@ -27,7 +28,8 @@ from mirrordp.types import LossFn, Params, PyTree
 class Split:
     """A loss function over flat lists: trainable leaves, constants, and a batch's rows.
 
-    The plan is one for microbatches of `microbatch_size` rows.
+    The plan is one for microbatches of `microbatch_size` rows. `turns` are the coordinates of the
+    trainable leaves in which gradients are clipped, if they are others than the leaves' own.
     """
 
     program: Program
@@ -37,6 +39,7 @@ class Split:
     rows: list[jax.Array]
     treedef: Any
     microbatch_size: int
+    turns: Sequence[Turn] | None = None
 
     @staticmethod
     def of(
@@ -45,6 +48,7 @@ class Split:
         batch: PyTree,
         trainable: Trainable,
         microbatch_size: int,
+        turns: Sequence[Turn] | None = None,
     ) -> "Split":
         """Traces a loss function and chooses the path of every trainable leaf.
 
@@ -54,6 +58,7 @@ class Split:
             batch: a batch and the keys of its examples (or None).
             trainable: which parameters are trained.
             microbatch_size: the number of rows that are taken at a time.
+            turns: as in `clipped_grad`.
 
         Raises:
             UnrecognisedError: if the loss cannot be split into sites.
@@ -82,8 +87,8 @@ class Split:
         rows = [jnp.asarray(row) for row in rows]
         shapes = [jax.ShapeDtypeStruct(row.shape[1:], row.dtype) for row in rows]
         program = _tracing.trace(flat_loss, leaves, constants, shapes)
-        plan = Plan.of(program, microbatch_size)
-        return Split(program, plan, leaves, constants, rows, treedef, microbatch_size)
+        plan = Plan.of(program, microbatch_size, turns=turns)
+        return Split(program, plan, leaves, constants, rows, treedef, microbatch_size, turns)
 
     def forward(self, rows: Sequence[jax.Array], probes: Sequence[Probes]):
         """Returns the loss of one example with probes added; see `Program.forward`."""
@@ -91,7 +96,8 @@ class Split:
 
     def in_microbatches_of(self, size: int) -> "Split":
         """Returns the same loss with a plan for microbatches of another size."""
-        return dataclasses.replace(self, plan=Plan.of(self.program, size), microbatch_size=size)
+        plan = Plan.of(self.program, size, turns=self.turns)
+        return dataclasses.replace(self, plan=plan, microbatch_size=size)
 
 
 def clipped_sum(
@@ -131,7 +137,10 @@ def clipped_sum(
         return [layer.weight_gradient(layer.product(parts[number]))]
 
     products = {leaf: at_operands(use.number)[0] for leaf, use in plan.product.items()}
-    explicit = _explicit_gradients(split, at_operands) if plan.explicit else []
+    explicit = _explicit_gradients(split, at_operands) if plan.explicit else {}
+    if split.turns is not None:
+        for leaf, of in plan.turned.items():
+            explicit[leaf] = _turned_gradient(split, leaf, of, parts[of.use.number])
     # The norm is that of the very numbers that are summed: nothing is computed twice.
     products, explicit = lax.optimization_barrier((products, explicit))
 
@@ -139,7 +148,7 @@ def clipped_sum(
         leaf: _factors.lookups_together([parts[use.number] for use in uses])
         for leaf, uses in plan.lookups.items()
     }
-    norms_squared, taken = [_squared_norm(gradient) for gradient in explicit], []
+    norms_squared, taken = [_squared_norm(gradient) for gradient in explicit.values()], []
     for leaf, gradient in products.items():
         squared = _squared_norm(gradient)
         if (part := looked_up.get(leaf)) is not None:
@@ -181,8 +190,7 @@ def clipped_sum(
             )
             high, low = map(layer.weight_gradient, halves)
             found[leaf] = sums.added(found[leaf], _in_leaf_layout(split, layer, (high, low)))
-    gradients = products | dict(zip(plan.explicit, explicit, strict=True))
-    for leaf, gradient in gradients.items():
+    for leaf, gradient in (products | explicit).items():
         halves = sums.halves(_scaled(gradient, factors), exponent)
         # One after the other: the compiler would make a few slow programs of all sums together.
         halves, factors = lax.optimization_barrier((halves, factors))
@@ -248,9 +256,29 @@ def _scaled(gradient: jax.Array | Short, factors: jax.Array) -> jax.Array:
     return clipping.scaled(gradient, factors)
 
 
+def _turned_gradient(split: Split, leaf: int, of: TurnedUse, part: Factors) -> jax.Array | Short:
+    """Returns turned gradients [B, *leaf.shape], formed of turned factors."""
+    assert split.turns is not None
+    turn, (number, layer, swapped) = split.turns[leaf], of.use
+    left, right = part.swapped() if swapped else part
+    assert not isinstance(left, OneHot)
+    assert isinstance(right, Vectors)
+    if of.left:
+        assert turn.left is not None
+        vectors = jnp.concatenate(left.pieces(lambda piece: piece), axis=-1)
+        left, turn = Vectors(of_vectors(vectors, turn.left)), turn._replace(left=None)
+    if of.right:
+        assert turn.right is not None
+        right, turn = Vectors(of_vectors(right.values, turn.right)), turn._replace(right=None)
+    part, short = Factors(left, right), number in split.plan.short
+    formed = _floats(_short.product(part)) if short else layer.product(part)
+    gradient = turn.of_gradients(formed.reshape(-1, *split.leaves[leaf].shape))
+    return _short.rounded(gradient) if short else gradient
+
+
 def _explicit_gradients(
     split: Split, at_operands: Callable[[int], Sequence[jax.Array | Short]]
-) -> list[jax.Array | Short]:
+) -> dict[int, jax.Array | Short]:
     """Returns per-example gradients [B, *leaf.shape] of the leaves that have no better path."""
     program, plan = split.program, split.plan
     used = [
@@ -274,11 +302,13 @@ def _explicit_gradients(
         ]
         for n, of in zip(used, values, strict=True)
     ]
-    found = jax.vmap(pull)(gradients)[0]
-    return [
-        _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
-        for leaf, gradient in zip(plan.explicit, found, strict=True)
-    ]
+    found = dict(zip(plan.explicit, jax.vmap(pull)(gradients)[0], strict=True))
+    if split.turns is not None:
+        found = {leaf: split.turns[leaf].of_gradients(array) for leaf, array in found.items()}
+    return {
+        leaf: _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
+        for leaf, gradient in found.items()
+    }
 
 
 def _unit(gradient: jax.Array | Short, part: Factors) -> float:
