@@ -4,9 +4,8 @@ An example's gradient in φ is s ⊙ (Uᵀ G V). Where G is a sum of outer produ
 is s ⊙ Σ_t (Uᵀ L_t) ⊗ (Vᵀ R_t), so that a layer's few positions can be turned in place of its whole
 gradient; `mirrordp.privacy.ghost` does the cheaper of the two.
 
-In both cases each example's turned gradient is formed, and its norm is that of the very numbers
-that are summed. So any rounding is allowed here, and products have the precision of an ordinary
-step, whose gradients have no more bits.
+Either way, the norm is that of the very numbers that are summed. So any rounding is allowed here,
+and products have the precision of an ordinary step, whose gradients have no more bits.
 """
 
 from typing import NamedTuple

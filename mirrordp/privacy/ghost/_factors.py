@@ -29,6 +29,10 @@ that c_i S_i ≤ κ C, and for two blocks that differ in one example
 The norm of x is clipped by the first part. The second part, the *disturbance*, is kept below
 `DISTURBANCE`·C by the choice of b and is subtracted from C beforehand. A lookup has no second part,
 because its rows are scattered as integers.
+
+With a single position, G_i may also be multiplied by public numbers s, entry by entry. All bounds
+on rounding hold entry by entry, hence for s ⊙ P and s ⊙ X, with S_i = ‖s ⊙ (|L| ⊗ |R|)‖: the norm
+of s ⊙ G_i itself. With more positions this S_i would take as long as to form G_i.
 """
 
 import functools
@@ -169,6 +173,30 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
     underflow += grain * sum(map(_truncations, parts))
     norm, least = norm + roundoff.own * spread, roundoff.spread * spread
     return jnp.where(norm < least, least, norm) ** 2, underflow
+
+
+def scaled_norm(part: Factors, scale: Array, *, roundoff: Roundoff) -> tuple[Array, Array]:
+    """Returns (‖s ⊙ (L_i ⊗ R_i)‖ (1 + own))² in float64, and a bound on underflow, both [B].
+
+    There is a single position, so ‖s ⊙ (L ⊗ R)‖² = Σ_kn L_k² s_kn² R_n², and no terms cancel.
+
+    Args:
+        part: the factors, of which both are vectors.
+        scale: s, [K, N].
+        roundoff: the rounding of the clipped sum.
+    """
+
+    def compute(part: Factors, scale: Array) -> tuple[Array, Array]:
+        left, right = (wide(side.array[:, 0, 0]) ** 2 for side in part)  # pyright: ignore
+        rows = jnp.matmul(left, wide(scale) ** 2, precision="highest")
+        terms = sum(scale.shape) + 8
+        own = roundoff.own + terms * float(jnp.finfo(wide_dtype()).eps)
+        norm = jnp.sqrt((rows * right).sum(axis=-1)) * (1 + own)
+        # What underflows before the product with s is multiplied by it, or underflows after it.
+        largest = jnp.maximum(wide(jnp.abs(scale)).max(), 1.0)
+        return norm**2, 2 * largest * _underflow(part)
+
+    return float64_call(compute, part, scale)
 
 
 def with_lookups(
@@ -323,7 +351,13 @@ def product(part: Factors, precision: lax.Precision) -> Array:
 
 
 def block_sum(
-    part: Factors, weights: Array, *, precision: lax.Precision, block: int, exponent: int
+    part: Factors,
+    weights: Array,
+    *,
+    precision: lax.Precision,
+    block: int,
+    exponent: int,
+    scale: Array | None = None,
 ) -> sums.Halves:
     """Returns Σ_i c_i G_i, [G, K, N], as halves of integers and without forming the G_i.
 
@@ -335,10 +369,12 @@ def block_sum(
         precision: of the products.
         block: the number of examples whose products are added in floating point.
         exponent: log₂ of the grain.
+        scale: s, [K, N], of sums Σ_i c_i s ⊙ G_i whose left side are vectors.
     """
     left, right = part
     assert not isinstance(left, OneHot)
     assert isinstance(right, Vectors)
+    assert scale is None or isinstance(left, Vectors)
     # All examples are masked, always. Another program for batches in which all are finite would be
     # faster, but it may round differently, and one example could change the sums of all blocks.
     left = left.holding(scaled(left.array, weights > 0))
@@ -346,7 +382,8 @@ def block_sum(
     right = _in_blocks(right.array, block)
 
     def some(left: Array, right: Array) -> sums.Halves:
-        return sums.halves(_product("mbgtk,mbgtn->mgkn", left, right, precision), exponent)
+        products = _product("mbgtk,mbgtn->mgkn", left, right, precision)
+        return sums.halves(products if scale is None else scale * products, exponent)
 
     def piece(left: Array) -> Array:
         """Both halves, [2, G, K, N] in int32, because a side's pieces are one array each."""

@@ -35,17 +35,19 @@ class Use(NamedTuple):
 
 
 class TurnedUse(NamedTuple):
-    """A layer whose factors are turned, on one side at least, before its gradient is formed.
+    """A layer whose factors are turned, instead of its gradient, on one side or both.
 
     Attributes:
         use: the layer; its sides are swapped if they lie along the columns and rows of the leaf.
         left: whether the factors along the leaf's rows are turned, not the gradient.
         right: likewise along its columns.
+        formed: whether the gradient is formed; with a single position it is not.
     """
 
     use: Use
     left: bool
     right: bool
+    formed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Plan:
         layers: the program's sites, each read as a layer.
         gram: the uses of leaves whose norms are found by Gram matrices.
         product: the use of leaves whose gradients are formed at that place.
-        turned: likewise, of factors that are turned before.
+        turned: the use of leaves whose factors are turned.
         lookups: further uses of some of these leaves, by lookups, whose gradients are not formed.
         explicit: leaves whose per-example gradients are pulled back through the parameters' own
             computation.
@@ -82,7 +84,7 @@ class Plan:
     ) -> "Plan":
         """Chooses the path of every leaf of a program, for batches of this size on this machine.
 
-        With `turns`, every leaf has its gradients formed and turned.
+        With `turns`, every leaf has its gradients turned.
         """
         machine = machine or _cost.machine()
         layers = tuple(map(layer_at, program.sites))
@@ -130,7 +132,8 @@ class Plan:
 
     def never_formed(self, number: int) -> bool:
         """Returns whether a site's gradients are not formed."""
-        without = (*self.gram.values(), *self.lookups.values())
+        turned = tuple(of.use for of in self.turned.values() if not of.formed)
+        without = (*self.gram.values(), *self.lookups.values(), turned)
         return any(use.number == number for uses in without for use in uses)
 
     def is_short(self, leaf: int) -> bool:
@@ -243,11 +246,14 @@ def _turned_use(
     With T positions, to turn the left factors takes T·K² operations, and the gradient K²·N; to turn
     the right ones T·N², and the gradient K·N².
     """
-    rows, columns = turn.scale.shape
-    left = turn.left is not None and layer.sizes.positions < columns
-    right = turn.right is not None and layer.sizes.positions < rows
-    swapped = _swapped_in(layer, shape, rows, columns) if left or right else None
-    return None if swapped is None else TurnedUse(Use(number, layer, swapped), left, right)
+    (rows, columns), positions = turn.scale.shape, layer.sizes.positions
+    formed = positions > 1
+    left = turn.left is not None and not (formed and positions >= columns)
+    right = turn.right is not None and not (formed and positions >= rows)
+    if formed and not left and not right:
+        return None
+    swapped = _swapped_in(layer, shape, rows, columns)
+    return None if swapped is None else TurnedUse(Use(number, layer, swapped), left, right, formed)
 
 
 def _swapped_in(

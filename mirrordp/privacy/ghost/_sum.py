@@ -138,9 +138,13 @@ def clipped_sum(
 
     products = {leaf: at_operands(use.number)[0] for leaf, use in plan.product.items()}
     explicit = _explicit_gradients(split, at_operands) if plan.explicit else {}
-    if split.turns is not None:
-        for leaf, of in plan.turned.items():
-            explicit[leaf] = _turned_gradient(split, leaf, of, parts[of.use.number])
+    turned = {
+        leaf: _turned_factors(split, leaf, of, parts[of.use.number])
+        for leaf, of in plan.turned.items()
+    }
+    for leaf, (part, turn) in turned.items():
+        if plan.turned[leaf].formed:
+            explicit[leaf] = _turned_gradient(split, leaf, part, turn)
     # The norm is that of the very numbers that are summed: nothing is computed twice.
     products, explicit = lax.optimization_barrier((products, explicit))
 
@@ -163,10 +167,16 @@ def clipped_sum(
             )
             taken.append(underflow)
         norms_squared.append(squared)
+    unformed = {leaf: of for leaf, of in turned.items() if not plan.turned[leaf].formed}
     roundoffs = {
         leaf: sum_roundoff([use.layer for use in uses], batch_size)
         for leaf, uses in plan.gram.items()
     }
+    for leaf, (part, turn) in unformed.items():
+        roundoffs[leaf] = sum_roundoff([plan.turned[leaf].use.layer], batch_size)
+        squared, underflow = _factors.scaled_norm(part, turn.scale, roundoff=roundoffs[leaf])
+        norms_squared.append(squared)
+        taken.append(underflow)
     for leaf, shared in plan.gram.items():
         oriented = [parts[n].swapped() if swapped else parts[n] for n, _, swapped in shared]
         squared, underflow = _factors.gram(oriented, roundoff=roundoffs[leaf], exponent=exponent)
@@ -190,6 +200,17 @@ def clipped_sum(
             )
             high, low = map(layer.weight_gradient, halves)
             found[leaf] = sums.added(found[leaf], _in_leaf_layout(split, layer, (high, low)))
+    for leaf, (part, turn) in unformed.items():
+        halves = _factors.block_sum(
+            part,
+            factors,
+            precision=plan.turned[leaf].use.layer.precision,
+            block=roundoffs[leaf].block,
+            exponent=exponent,
+            scale=turn.scale,
+        )
+        high, low = (half.reshape(split.leaves[leaf].shape) for half in halves)
+        found[leaf] = high, low
     for leaf, gradient in (products | explicit).items():
         halves = sums.halves(_scaled(gradient, factors), exponent)
         # One after the other: the compiler would make a few slow programs of all sums together.
@@ -256,21 +277,31 @@ def _scaled(gradient: jax.Array | Short, factors: jax.Array) -> jax.Array:
     return clipping.scaled(gradient, factors)
 
 
-def _turned_gradient(split: Split, leaf: int, of: TurnedUse, part: Factors) -> jax.Array | Short:
-    """Returns turned gradients [B, *leaf.shape], formed of turned factors."""
+def _turned_factors(split: Split, leaf: int, of: TurnedUse, part: Factors) -> tuple[Factors, Turn]:
+    """Returns turned factors along a leaf's rows and columns, and how their gradient is turned."""
     assert split.turns is not None
-    turn, (number, layer, swapped) = split.turns[leaf], of.use
-    left, right = part.swapped() if swapped else part
+    turn = split.turns[leaf]
+    left, right = part.swapped() if of.use.swapped else part
     assert not isinstance(left, OneHot)
     assert isinstance(right, Vectors)
+    if of.left or not of.formed:
+        left = Vectors(jnp.concatenate(left.pieces(lambda piece: piece), axis=-1))
     if of.left:
         assert turn.left is not None
-        vectors = jnp.concatenate(left.pieces(lambda piece: piece), axis=-1)
-        left, turn = Vectors(of_vectors(vectors, turn.left)), turn._replace(left=None)
+        left, turn = Vectors(of_vectors(left.array, turn.left)), turn._replace(left=None)
     if of.right:
         assert turn.right is not None
         right, turn = Vectors(of_vectors(right.values, turn.right)), turn._replace(right=None)
-    part, short = Factors(left, right), number in split.plan.short
+    dtype = jnp.result_type(jnp.float32, left.array, right.values)
+    turn = turn._replace(scale=turn.scale.astype(dtype))
+    # The norm is that of the very numbers that are summed: nothing is computed twice.
+    return lax.optimization_barrier((Factors(left, right), turn))
+
+
+def _turned_gradient(split: Split, leaf: int, part: Factors, turn: Turn) -> jax.Array | Short:
+    """Returns turned gradients [B, *leaf.shape], formed of turned factors."""
+    number, layer, _ = split.plan.turned[leaf].use
+    short = number in split.plan.short
     formed = _floats(_short.product(part)) if short else layer.product(part)
     gradient = turn.of_gradients(formed.reshape(-1, *split.leaves[leaf].shape))
     return _short.rounded(gradient) if short else gradient

@@ -1,0 +1,194 @@
+"""Gradients that are clipped in turned coordinates, s ⊙ (Uᵀ G V), against their definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mirrordp.privacy import clipping, ghost
+from mirrordp.privacy.ghost import _factors, _sum
+from mirrordp.privacy.trainable import Trainable
+from mirrordp.privacy.turns import Turn
+from tests.ghost.test_parity import cast, relative_error
+from tests.ghost.zoo import MODELS
+
+RNG = np.random.default_rng(0)
+
+
+def random_turns(params, *, spread=1.0):
+    """Returns a turn for each leaf; some have no U or no V, and none is symmetric."""
+    found = []
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        columns = leaf.shape[-1] if leaf.ndim else 1
+        rows = leaf.size // columns
+        left, right = (RNG.normal(size=(n, n)) / np.sqrt(n) for n in (rows, columns))
+        scale = np.exp(spread * RNG.normal(size=(rows, columns)))
+        kept = (None if number % 5 == 3 else left, None if number % 5 == 4 else right, scale)
+        found.append(Turn(*jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), kept)))
+    return found
+
+
+def turned_by_definition(turn, gradients):
+    """Returns s ⊙ (Uᵀ G_i V) in float64, one example after the other."""
+    left, right, scale = jax.tree.map(lambda part: np.asarray(part, np.float64), tuple(turn))
+    rows = []
+    for gradient in np.asarray(gradients, np.float64):
+        matrix = gradient.reshape(scale.shape)
+        matrix = matrix if left is None else left.T @ matrix
+        matrix = matrix if right is None else matrix @ right
+        rows.append((scale * matrix).reshape(gradient.shape))
+    return np.stack(rows)
+
+
+def expected(loss, params, batch, chosen):
+    """Returns a clip norm, each example's norm, and the clipped sum without the last example."""
+    grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
+    leaves, tree = jax.tree.flatten(grads)
+    turned = [turned_by_definition(*pair) for pair in zip(chosen, leaves, strict=True)]
+    norms = np.sqrt(sum(np.sum(one**2, axis=tuple(range(1, one.ndim))) for one in turned))
+    clip = float(np.median(norms))
+    factors = np.minimum(1, clip / norms)[:-1]
+    return clip, norms, tree.unflatten([np.tensordot(factors, one[:-1], 1) for one in turned])
+
+
+def clipped(module, loss, params, batch, chosen, clip):
+    found = module.clipped_grad(loss, l2_clip_norm=clip, turns=chosen)
+    rows = len(jax.tree.leaves(batch)[0])
+    return jax.jit(found.with_stats)(params, batch, jnp.arange(rows) == rows - 1)
+
+
+def singles(name):
+    loss, params, batch = MODELS[name]()
+    return loss, cast(params, np.float32), cast(batch, np.float32)
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_definition(name):
+    loss, params, batch = singles(name)
+    chosen = random_turns(params)
+    clip, norms, wanted = expected(loss, params, batch, chosen)
+    modules = [ghost, clipping] if name in ("mlp", "branches") else [ghost]
+    for module in modules:
+        found, stats = clipped(module, loss, params, batch, chosen, clip)
+        assert relative_error(found, wanted) < 2e-5
+        np.testing.assert_allclose(stats.unprivatized_norms[:-1], norms[:-1], rtol=1e-4)
+
+
+def norm_without_scale(part, scale, *, roundoff):
+    del scale
+    return _factors.gram([part], roundoff=roundoff, exponent=-60)
+
+
+BROKEN = {
+    "transposed": (_sum, "of_vectors", lambda vectors, matrix: vectors @ matrix.T),
+    "norm without s": (_factors, "scaled_norm", norm_without_scale),
+}
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_wrong_turn_would_be_noticed(monkeypatch, how):
+    monkeypatch.setattr(*BROKEN[how])
+    loss, params, batch = singles("mlp")
+    chosen = random_turns(params)
+    clip, _, wanted = expected(loss, params, batch, chosen)
+    found, _ = clipped(ghost, loss, params, batch, chosen, clip)
+    assert relative_error(found, wanted) > 1e-2
+
+
+def layers(params, x):
+    hidden = jnp.tanh(x @ params["several"])
+    return jnp.sum(jnp.tanh(hidden.mean(0) @ params["transposed"].T) @ params["one"])
+
+
+LAYERS = {
+    "several": RNG.normal(size=(5, 8)).astype("f4"),
+    "transposed": RNG.normal(size=(6, 8)).astype("f4"),
+    "one": RNG.normal(size=(6, 3)).astype("f4"),
+}
+
+
+def plan_of(positions):
+    batch = jnp.zeros((4, positions, 5))
+    chosen = random_turns(LAYERS)
+    return _sum.Split.of(layers, LAYERS, (batch, None), Trainable.of(None), 4, chosen).plan
+
+
+@pytest.mark.parametrize(
+    ("positions", "sides"),
+    [(1, (True, True)), (4, (True, True)), (6, (True, False)), (9, None)],
+)
+def test_the_smaller_side_is_turned(positions, sides):
+    """T·K² beside K²·N on the left, and T·N² beside K·N² on the right."""
+    plan = plan_of(positions)
+    names = sorted(LAYERS)
+    several, transposed, one = (plan.turned.get(names.index(n)) for n in LAYERS)
+    assert one is not None
+    assert not one.formed
+    assert transposed is not None
+    assert transposed.use.swapped
+    assert not transposed.formed
+    if sides is None:
+        assert several is None
+        assert names.index("several") in plan.explicit
+    else:
+        assert several is not None
+        assert (several.left, several.right) == sides
+        assert several.formed == (positions > 1)
+
+
+def dense(params, x):
+    return jnp.sum(jnp.tanh(x @ params))
+
+
+CLIP = 0.7
+
+
+def largest_changes(size):
+    """Returns the most that a row adds by itself, and beside rows that cancel each other.
+
+    s covers twelve orders of magnitude.
+    """
+    rows = 40
+    params = jnp.zeros((30, 20), jnp.float32)
+    x = (size * RNG.normal(size=(rows, 30))).astype("f4")
+    x[1::2] = -x[::2]
+    chosen = random_turns(params, spread=7.0)
+    run = jax.jit(ghost.clipped_grad(dense, l2_clip_norm=CLIP, turns=chosen).exact_sum)
+
+    def summed(is_padding):
+        return np.asarray(run(params, x, is_padding).total.floats(), np.float64)
+
+    everyone, one = summed(np.zeros(rows, bool)), [np.arange(rows) == row for row in range(8)]
+    alone = [np.linalg.norm(summed(~is_row)) for is_row in one]
+    beside = [np.linalg.norm(everyone - summed(is_row)) for is_row in one]
+    return max(alone), max(beside)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_no_row_adds_more_than_the_clip_norm(size):
+    alone, beside = largest_changes(size)
+    assert max(alone, beside) <= CLIP * (1 + 2e-7)
+    assert size < 1 or alone > 0.98 * CLIP
+
+
+def test_a_norm_without_the_scale_would_let_a_row_add_more(monkeypatch):
+    monkeypatch.setattr(_factors, "scaled_norm", norm_without_scale)
+    assert max(largest_changes(1.0)) > 2 * CLIP
+
+
+def test_a_row_that_is_not_finite_counts_as_zero():
+    params = jnp.zeros((30, 20), jnp.float32)
+    chosen = random_turns(params)
+    x = RNG.normal(size=(6, 30)).astype("f4")
+    run = jax.jit(ghost.clipped_grad(dense, l2_clip_norm=1.0, turns=chosen).__call__)
+    expected = run(params, x, np.arange(6) == 2)
+    for bad in (np.nan, np.inf, 3e38):
+        poisoned = x.copy()
+        poisoned[2, 3] = bad
+        found = run(params, poisoned, np.zeros(6, bool))
+        if bad == 3e38:
+            assert np.linalg.norm(found - expected) <= 1.0
+        else:
+            np.testing.assert_array_equal(found, expected)
