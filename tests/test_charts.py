@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 import mirrordp
 from mirrordp import Checkpoint, PrivateData, PublicData, SweepRun, auditing, updates
 from mirrordp.mirror import KroneckerMap, SubspaceMap
-from mirrordp.privacy import FullBatch, clipping
+from mirrordp.privacy import FullBatch, clipping, ghost
 from tests import tools
 
 CLIP = 0.5
@@ -191,13 +191,14 @@ def test_every_step_has_the_noise_that_is_charged(name):
     assert abs(np.mean(noise)) < 5 * CLIP / 8 / np.sqrt(noise.size)
 
 
+@pytest.mark.parametrize("module", [clipping, ghost])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_groups_are_clipped_apart_and_a_bad_row_counts_as_zero(poison):
+def test_groups_are_clipped_apart_and_a_bad_row_counts_as_zero(module, poison):
     def linear(params, row):
         return params["a"] @ row[:2] + params["b"] @ row[2:]
 
     params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
-    clipped = clipping.clipped_grad(linear, l2_clip_norm=1.0, groups=(0, 1))
+    clipped = module.clipped_grad(linear, l2_clip_norm=1.0, groups=(0, 1))
     rows = jnp.asarray([[3.0, 4.0, 0.1], [0.3, 0.4, 7.0], [0.1, 0.1, poison]])
     found = clipped(params, rows, jnp.asarray([False, False, False]))
     half = np.sqrt(0.5)
@@ -209,7 +210,7 @@ def test_groups_are_clipped_apart_and_a_bad_row_counts_as_zero(poison):
         one = clipped(params, row[None], jnp.asarray([False]))
         assert np.linalg.norm(ravel_pytree(one)[0]) <= 1.0
     with pytest.raises(ValueError, match="groups must be numbers"):
-        clipping.clipped_grad(linear, l2_clip_norm=1.0, groups=(0, 2))(
+        module.clipped_grad(linear, l2_clip_norm=1.0, groups=(0, 2))(
             params, rows, jnp.zeros(3, bool)
         )
 

@@ -246,8 +246,13 @@ def clipped_grad(
         # The norm is that of the very numbers that are summed: nothing is computed twice.
         grads = lax.optimization_barrier(grads)
         leaves = jax.tree.leaves(grads)
-        factors, norms = _factors_of(leaves, is_padding, l2_clip_norm, groups, automatic=automatic)
-        clipped = [scaled(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
+        numbers = checked_groups(groups, len(leaves))
+        squares = by_group(numbers, list(map(squared_norm, leaves)))
+        dtype = jnp.result_type(jnp.float32, *leaves)
+        factors, norms = group_factors(
+            squares, is_padding, l2_clip_norm, dtype, automatic=automatic
+        )
+        clipped = [scaled(leaf, factors[n]) for leaf, n in zip(leaves, numbers, strict=True)]
         clipped = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         return Summed(ExactSum.over(clipped, l2_clip_norm), ClipStats(losses, norms))
 
@@ -262,37 +267,60 @@ def clipped_grad(
     return ClippedGrad(exact_sum, float(l2_clip_norm), takes_key(loss_fn))
 
 
-def _factors_of(
-    leaves: Sequence[jax.Array],
+def checked_groups(groups: Sequence[int] | None, count: int) -> list[int]:
+    """Returns the group of each of `count` leaves; without groups, all are in one.
+
+    Raises:
+        ValueError: if they are not numbered from 0 without gaps, leaf by leaf.
+    """
+    numbers = [0] * count if groups is None else list(groups)
+    if len(numbers) != count or set(numbers) != set(range(len(set(numbers)))):
+        raise ValueError(
+            f"groups must be numbers 0, 1, ... for {count} trainable leaves, got {numbers}."
+        )
+    return numbers
+
+
+def by_group(numbers: Sequence[int], values: Sequence[Any]) -> list[list[Any]]:
+    """Returns the values of each group's leaves."""
+    pairs = list(zip(numbers, values, strict=True))
+    return [[value for own, value in pairs if own == group] for group in sorted(set(numbers))]
+
+
+def group_factors(
+    norms_squared: Sequence[Sequence[jax.Array]],
     is_padding: jax.Array,
     l2_clip_norm: float,
-    groups: Sequence[int] | None,
+    dtype: Any,
     *,
-    automatic: bool,
+    taken: Sequence[Sequence[jax.Array]] | None = None,
+    **options: Any,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Returns each leaf's clip factors, and norms that exceed C where a group is clipped."""
-    dtype = jnp.result_type(jnp.float32, *leaves)
-    squares = [squared_norm(leaf) for leaf in leaves]
-    numbers = [0] * len(leaves) if groups is None else list(groups)
-    if len(numbers) != len(leaves) or set(numbers) != set(range(len(set(numbers)))):
-        raise ValueError(
-            f"groups must be numbers 0, 1, ... for {len(leaves)} trainable leaves, got {numbers}."
+    """Returns each group's clip factors, and norms that exceed C where a group is clipped.
+
+    Each of k groups is clipped to C/√k. Arguments are those of `clip_factors`, with one list of
+    `norms_squared` and `taken` for each group.
+    """
+    count = len(norms_squared)
+    taken = [()] * count if taken is None else taken
+    if count == 1:
+        factors, norms = clip_factors(
+            norms_squared[0], is_padding, l2_clip_norm, dtype, taken=taken[0], **options
         )
-    count = len(set(numbers))
-    if count <= 1:
-        factors, norms = clip_factors(squares, is_padding, l2_clip_norm, dtype, automatic=automatic)
-        return [factors] * len(leaves), norms
+        return [factors], norms
+
+    def is_finite(norms_squared: Sequence[Sequence[jax.Array]]) -> jax.Array:
+        return jnp.isfinite(functools.reduce(jnp.add, [s for of in norms_squared for s in of]))
+
     # A gradient with a NaN anywhere counts as a whole as zero.
-    finite = [jnp.isfinite(leaf).all(axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
-    skipped = is_padding | ~functools.reduce(jnp.logical_and, finite)
+    skipped = is_padding | ~float64_call(is_finite, [list(of) for of in norms_squared])
     limit = _limit_of_group(l2_clip_norm, count)
     found = [
-        clip_factors([s for s, own in zip(squares, numbers, strict=True) if own == group],
-                     skipped, limit, dtype, automatic=automatic)
-        for group in range(count)
-    ]  # fmt: skip
+        clip_factors(squares, skipped, limit, dtype, taken=own, **options)
+        for squares, own in zip(norms_squared, taken, strict=True)
+    ]
     largest = functools.reduce(jnp.maximum, [norms for _, norms in found])
-    return [found[number][0] for number in numbers], largest * math.sqrt(count)
+    return [factors for factors, _ in found], largest * math.sqrt(count)
 
 
 def _limit_of_group(l2_clip_norm: float, count: int) -> float:

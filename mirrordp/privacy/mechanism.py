@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mirrordp import _show, _validate
-from mirrordp.privacy import accounting, clipping, ghost, sums
+from mirrordp.privacy import accounting, ghost, sums
 from mirrordp.privacy.accounting import UNITS, Accountant, Adjacency, DpEvent, Epsilon
 from mirrordp.privacy.clipping import ClippedGrad
 from mirrordp.privacy.noise import BandedNoise, GaussianNoise, Noise, SecureGaussianNoise
@@ -351,16 +351,15 @@ class Mechanism:
 
         With `groups` or `turns`, see `mirrordp.clipped_grad`.
         """
-        options = {
-            "l2_clip_norm": self.l2_clip_norm,
-            "trainable": trainable,
-            "microbatch_size": microbatch_size,
-            "turns": turns,
-            "automatic": automatic,
-        }
-        if groups is not None:
-            return clipping.clipped_grad(loss_fn, groups=groups, **options)
-        return ghost.clipped_grad(loss_fn, **options)
+        return ghost.clipped_grad(
+            loss_fn,
+            l2_clip_norm=self.l2_clip_norm,
+            trainable=trainable,
+            microbatch_size=microbatch_size,
+            groups=groups,
+            turns=turns,
+            automatic=automatic,
+        )
 
     def init_noise(self, key: jax.Array, like: PyTree) -> PyTree:
         """Returns the state of the noise before the first step; see `Noise.init`."""

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from mirrordp import _validate
-from mirrordp.mirror.base import matvec
 from mirrordp.mirror.kronecker import KroneckerMap, turned
 from mirrordp.mirror.subspace import SubspaceMap
 from mirrordp.privacy.charts import Chart
@@ -183,23 +181,44 @@ def embedded(mirror_map: SubspaceMap, *, residual_weight: float = 1.0) -> Chart:
     _validate.positive(residual_weight=residual_weight)
     basis = np.asarray(mirror_map.basis)
 
-    def init(part: PyTree) -> jax.Array:
+    def init(part: PyTree) -> tuple[jax.Array, ...]:
         _check_size(part, mirror_map.num_params)
-        return jnp.asarray(basis, jnp.result_type(jnp.float32, *jax.tree.leaves(part)))
+        leaves = jax.tree.leaves(part)
+        ends = np.cumsum([leaf.size for leaf in leaves])
+        return tuple(
+            jnp.asarray(rows, float32_or_wider(leaf))
+            for rows, leaf in zip(np.split(basis, ends[:-1]), leaves, strict=True)
+        )
 
-    def combined(basis: jax.Array, phi: tuple[PyTree, jax.Array], weight: float) -> PyTree:
+    def combined(
+        state: tuple[jax.Array, ...],
+        phi: tuple[PyTree, jax.Array],
+        weight: float,
+        precision: jax.lax.Precision,
+    ) -> PyTree:
         """Returns V e + weight (I − V Vᵀ) r for φ = (r, e)."""
-        rest, unravel = ravel_pytree(phi[0])
-        inside = phi[1] - weight * matvec(basis.T, rest)
-        return unravel(weight * rest + matvec(basis, inside.astype(rest.dtype)))
+        # Array by array: one long vector would be a copy of every example's gradient.
+        leaves, tree = jax.tree.flatten(phi[0])
+        inside = phi[1]
+        for rows, leaf in zip(state, leaves, strict=True):
+            inside -= weight * jnp.matmul(leaf.ravel(), rows, precision=precision)
+        found = [
+            weight * leaf
+            + jnp.matmul(rows, inside.astype(leaf.dtype), precision=precision).reshape(leaf.shape)
+            for rows, leaf in zip(state, leaves, strict=True)
+        ]
+        return tree.unflatten(found)
 
     return Chart(
         init=init,
         like=lambda part: (_zeros(part), jnp.zeros(basis.shape[1], jnp.float32)),
-        move=lambda state, phi: combined(state, phi, residual_weight),
+        # For every example, with the bits that its gradient has in an ordinary step.
+        move=lambda state, phi: combined(state, phi, residual_weight, jax.lax.Precision.DEFAULT),
         centre=None,
         # The noise on the rest has no part inside the subspace after this.
-        release=lambda state, mean: combined(state, mean, 1 / residual_weight),
+        release=lambda state, mean: combined(
+            state, mean, 1 / residual_weight, jax.lax.Precision.HIGHEST
+        ),
         groups=lambda part: (0,) * len(jax.tree.leaves(part)) + (1,),
     )
 

@@ -52,6 +52,7 @@ def clipped_grad(
     l2_clip_norm: float,
     trainable: PyTree | Trainable | None = None,
     microbatch_size: int | None = None,
+    groups: Sequence[int] | None = None,
     turns: Sequence[Turn] | None = None,
     automatic: bool = False,
 ) -> ClippedGrad:
@@ -69,6 +70,7 @@ def clipped_grad(
         l2_clip_norm=l2_clip_norm,
         trainable=chosen,
         microbatch_size=microbatch_size,
+        groups=groups,
         turns=turns,
         automatic=automatic,
     )
@@ -94,7 +96,9 @@ def clipped_grad(
                 continue
             name, reason = leaf_names(part)[leaf], split.plan.reason(leaf)
             _warn_if_large(name, [split.leaves[leaf]], split.microbatch_size, reason)
-        run = functools.partial(clipped_sum, split, l2_clip_norm=l2_clip_norm, automatic=automatic)
+        run = functools.partial(
+            clipped_sum, split, l2_clip_norm=l2_clip_norm, groups=groups, automatic=automatic
+        )
         return in_microbatches(run, split.rows, is_padding, split.microbatch_size)
 
     return ClippedGrad(exact_sum, oracle.l2_clip_norm, oracle.takes_key)

@@ -106,6 +106,7 @@ def clipped_sum(
     is_padding: jax.Array,
     l2_clip_norm: float,
     *,
+    groups: Sequence[int] | None = None,
     automatic: bool = False,
 ) -> Summed:
     """Returns the clipped sum, and losses and (upper bounds on) norms, of one microbatch."""
@@ -152,7 +153,8 @@ def clipped_sum(
         leaf: _factors.lookups_together([parts[use.number] for use in uses])
         for leaf, uses in plan.lookups.items()
     }
-    norms_squared, taken = [_squared_norm(gradient) for gradient in explicit.values()], []
+    norms_squared = {leaf: _squared_norm(gradient) for leaf, gradient in explicit.items()}
+    taken = {}
     for leaf, gradient in products.items():
         squared = _squared_norm(gradient)
         if (part := looked_up.get(leaf)) is not None:
@@ -165,8 +167,8 @@ def clipped_sum(
                 entries=split.leaves[leaf].size,
                 exponent=exponent,
             )
-            taken.append(underflow)
-        norms_squared.append(squared)
+            taken[leaf] = underflow
+        norms_squared[leaf] = squared
     unformed = {leaf: of for leaf, of in turned.items() if not plan.turned[leaf].formed}
     roundoffs = {
         leaf: sum_roundoff([use.layer for use in uses], batch_size)
@@ -174,36 +176,43 @@ def clipped_sum(
     }
     for leaf, (part, turn) in unformed.items():
         roundoffs[leaf] = sum_roundoff([plan.turned[leaf].use.layer], batch_size)
-        squared, underflow = _factors.scaled_norm(part, turn.scale, roundoff=roundoffs[leaf])
-        norms_squared.append(squared)
-        taken.append(underflow)
+        norms_squared[leaf], taken[leaf] = _factors.scaled_norm(
+            part, turn.scale, roundoff=roundoffs[leaf]
+        )
     for leaf, shared in plan.gram.items():
         oriented = [parts[n].swapped() if swapped else parts[n] for n, _, swapped in shared]
-        squared, underflow = _factors.gram(oriented, roundoff=roundoffs[leaf], exponent=exponent)
-        norms_squared.append(squared)
-        taken.append(underflow)
+        norms_squared[leaf], taken[leaf] = _factors.gram(
+            oriented, roundoff=roundoffs[leaf], exponent=exponent
+        )
     dtype = jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in split.leaves))
-    factors, norms = clipping.clip_factors(
-        norms_squared,
+    numbers = clipping.checked_groups(groups, len(split.leaves))
+
+    def of_groups(values: dict[int, jax.Array]) -> list[list[jax.Array]]:
+        found = clipping.by_group(numbers, [values.get(leaf) for leaf in range(len(numbers))])
+        return [[value for value in of if value is not None] for of in found]
+
+    # The disturbance of all weights is at least that of one group's, as a share of its limit.
+    factors, norms = clipping.group_factors(
+        of_groups(norms_squared),
         is_padding,
         l2_clip_norm,
         dtype,
         reserve=sums.RESERVE + _factors.disturbance(roundoffs.values()),
-        taken=taken,
+        taken=of_groups(taken),
         automatic=automatic,
     )
 
     for leaf, shared in plan.gram.items():
         for n, layer, _ in shared:
             halves = layer.weighted_sum(
-                parts[n], factors, block=roundoffs[leaf].block, exponent=exponent
+                parts[n], factors[numbers[leaf]], block=roundoffs[leaf].block, exponent=exponent
             )
             high, low = map(layer.weight_gradient, halves)
             found[leaf] = sums.added(found[leaf], _in_leaf_layout(split, layer, (high, low)))
     for leaf, (part, turn) in unformed.items():
         halves = _factors.block_sum(
             part,
-            factors,
+            factors[numbers[leaf]],
             precision=plan.turned[leaf].use.layer.precision,
             block=roundoffs[leaf].block,
             exponent=exponent,
@@ -212,14 +221,16 @@ def clipped_sum(
         high, low = (half.reshape(split.leaves[leaf].shape) for half in halves)
         found[leaf] = high, low
     for leaf, gradient in (products | explicit).items():
-        halves = sums.halves(_scaled(gradient, factors), exponent)
+        halves = sums.halves(_scaled(gradient, factors[numbers[leaf]]), exponent)
         # One after the other: the compiler would make a few slow programs of all sums together.
         halves, factors = lax.optimization_barrier((halves, factors))
         use = plan.product.get(leaf)
         found[leaf] = halves if use is None else _in_leaf_layout(split, use.layer, halves)
         if (part := looked_up.get(leaf)) is not None:
             count = split.leaves[leaf].shape[0]
-            high, low = _factors.scattered_sum(part, factors, rows=count, exponent=exponent)
+            high, low = _factors.scattered_sum(
+                part, factors[numbers[leaf]], rows=count, exponent=exponent
+            )
             found[leaf] = sums.added(found[leaf], (high[0], low[0]))
     return summed(losses, norms)
 
