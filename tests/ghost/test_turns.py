@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mirrordp.privacy import clipping, ghost
-from mirrordp.privacy.ghost import _factors, _sum
+from mirrordp.privacy.ghost import _cost, _factors, _plan, _sum
 from mirrordp.privacy.trainable import Trainable
 from mirrordp.privacy.turns import Turn
 from tests.ghost.test_parity import cast, relative_error
@@ -209,3 +209,14 @@ def test_groups_are_those_of_explicit_gradients(name):
     # Blocks of several examples leave 2⁻⁷ of each limit to their rounding.
     assert relative_error(found, other) < 1e-2
     assert relative_error(whole, other) > 5e-2
+
+
+def test_short_gradients_are_turned_too(monkeypatch):
+    """As on a GPU: gradients are formed with 11 bits and kept with 8."""
+    monkeypatch.setitem(_plan.SHORTENS, "cpu", True)
+    monkeypatch.setattr(_cost, "prefers_short", lambda task, machine, matters: True)
+    loss, params, batch = singles("emnist_cnn")
+    chosen = random_turns(params)
+    clip, _, wanted = expected(loss, params, batch, chosen)
+    found, _ = clipped(ghost, loss, params, batch, chosen, clip)
+    assert 1e-5 < relative_error(found, wanted) < 4e-3
