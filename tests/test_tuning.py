@@ -820,6 +820,19 @@ class TestBoth:
         assert "narrowed" in found.report.tuning
 
 
+@pytest.mark.parametrize(
+    "way", [tuning.Free(), tuning.Paid(NumberOfRuns(3))], ids=lambda way: type(way).__name__
+)
+def test_several_devices_find_what_one_finds(way):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    alone, together = tune(way=way), tune(way=way, mesh=mesh)
+    assert together.settings == alone.settings
+    assert together.score == alone.score
+    np.testing.assert_array_equal(together.params, alone.params)
+    # The mesh was used.
+    assert len(together.params.sharding.device_set) == 2
+
+
 class TestClipNorm:
     def test_is_a_quantile_of_public_norms(self):
         norms = np.linalg.norm(PUBLIC.arrays, axis=1)
