@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import socket
@@ -175,6 +176,24 @@ def test_a_request_that_arrives_too_slowly():
     assert sent[0]["status"] == 503
 
 
+@dataclasses.dataclass
+class Connect:
+    """Connects to a service."""
+
+    address: tuple
+    held: set
+
+    def __call__(self):
+        return socket.create_connection(self.address, timeout=10)
+
+
+def eventually(happens):
+    end = time.monotonic() + 10
+    while not (found := happens()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
 @contextlib.contextmanager
 def running(seconds):
     """Yields a function that connects to a service in a thread."""
@@ -184,7 +203,7 @@ def running(seconds):
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield lambda: socket.create_connection(listener.getsockname(), timeout=10)
+            yield Connect(listener.getsockname(), server.server_state.connections)
         finally:
             server.should_exit = True
             thread.join()
@@ -229,6 +248,22 @@ def test_a_client_whose_headers_take_too_long_is_cut_off(protocol, monkeypatch):
             again.sendall(HEALTH)
             assert b"200 OK" in again.recv(1000)
             assert 0.3 < drips(again, ENDLESS, every=0.05) < 3
+
+
+@pytest.mark.parametrize("protocol", ["h11_impl.H11Protocol", "httptools_impl.HttpToolsProtocol"])
+def test_a_client_that_reads_no_answer_is_cut_off(protocol, monkeypatch):
+    module, name = protocol.split(".")
+    kind = getattr(pytest.importorskip(f"uvicorn.protocols.http.{module}"), name)
+    monkeypatch.setattr("uvicorn.protocols.http.auto.AutoHTTPProtocol", kind)
+    with running(seconds=0.5) as connect, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(connect.address)
+        # So many answers that they fit into no buffer.
+        asked = HEALTH.replace(b"health", b"model") * 20_000
+        deaf.settimeout(1)
+        with contextlib.suppress(OSError):
+            deaf.sendall(asked)
+        assert eventually(lambda: not connect.held)
 
 
 def test_a_client_that_is_slow_within_the_limit_is_answered():

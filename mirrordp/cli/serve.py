@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
             "--timeout",
             positive,
             10.0,
-            "most seconds for a request's headers, and for its rest",
+            "most seconds for a request's headers, for its rest, and to read the answer",
         ),
     ):
         parser.add_argument(
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _server(app: Any, seconds: float) -> Any:
-    """Returns a server that closes a connection whose headers take longer than `seconds`."""
+    """Returns a server that ends a connection whose client sends or reads too slowly."""
     try:
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -113,14 +113,16 @@ def _server(app: Any, seconds: float) -> Any:
 
 
 def _impatient(protocol: Any, seconds: float) -> Any:
-    """Returns a protocol of uvicorn that waits `seconds` for the headers of a request.
+    """Returns a protocol of uvicorn that waits `seconds` for headers, and for a reader of answers.
 
-    The time runs from the connection on, or from the first byte of a further request; uvicorn ends
-    a connection that is idle between requests. The application bounds the time after the headers.
+    The time for headers runs from the connection on, or from the first byte of a further request;
+    uvicorn ends a connection that is idle between requests. The application bounds the time after
+    the headers. The time to read runs while something that was answered cannot be sent.
     """
 
     class Impatient(protocol):
         _deadline: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
 
         @property
         def _awaits_headers(self) -> bool:
@@ -128,14 +130,25 @@ def _impatient(protocol: Any, seconds: float) -> Any:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            # Writing pauses while anything is left to be sent, also once the connection is closing.
+            transport.set_write_buffer_limits(high=0)
             self._look()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._look()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._is_read()
+            super().resume_writing()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
+            self._is_read()
             super().connection_lost(exc)
 
         def _look(self) -> None:
@@ -148,6 +161,11 @@ def _impatient(protocol: Any, seconds: float) -> Any:
             if self._deadline is not None:
                 self._deadline.cancel()
                 self._deadline = None
+
+        def _is_read(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
         def _give_up(self) -> None:
             self._deadline = None
