@@ -32,6 +32,24 @@ def ledger():
     return Ledger(Adjacency.ZERO_OUT)
 
 
+UNREADABLE = {
+    "a fraction of a record": dp_accounting.SampledWithoutReplacementDpEvent(1000, 1.9, GAUSSIAN),
+    "empty batches": dp_accounting.SampledWithoutReplacementDpEvent(10, 0, GAUSSIAN),
+    "no sampling at all": dp_accounting.PoissonSampledDpEvent(0.0, GAUSSIAN),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_charge_that_could_not_be_read_again_is_not_written(name, tmp_path):
+    """Nor is one that would be read as less: 1.9 records as 1."""
+    with FileLedger.create(tmp_path / "ledger", Adjacency.REPLACE) as ledger:
+        with pytest.raises(LedgerError, match="expected an event"):
+            ledger.charge(UNREADABLE[name])
+        ledger.charge(GAUSSIAN)
+    with FileLedger.open(tmp_path / "ledger") as ledger:
+        assert len(ledger.records) == 2
+
+
 def test_an_empty_ledger_has_spent_nothing(ledger):
     assert ledger.event == dp_accounting.NoOpDpEvent()
     assert ledger.epsilon(1e-5).epsilon == 0

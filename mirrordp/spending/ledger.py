@@ -331,6 +331,8 @@ class FileLedger(Ledger):
         if isinstance(event, dp_accounting.NoOpDpEvent) and block is None and not further:
             return
         content: dict[str, Any] = {**(further or {}), "event": event_to_dict(event)}
+        # What could not be read again would close the ledger for ever.
+        event_from_dict(content["event"])
         with self.mutex:
             if block is not None:
                 charged = self.charged_steps(block.run)
@@ -581,6 +583,13 @@ def _check_counts(event: DpEvent) -> None:
             _check_counts(part)
     if isinstance(event, RepeatAndSelectDpEvent):
         _check_counts(event.event)
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+        for size in (event.source_dataset_size, event.sample_size):
+            if not isinstance(size, int | np.integer):
+                raise LedgerError(
+                    f"expected an event of batches with a whole number of records, got {size!r}. "
+                    "Charge the batches that were drawn."
+                )
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         if not isinstance(event.count, int | np.integer) or event.count < 1:
             raise LedgerError(
