@@ -1,5 +1,6 @@
 """ε of known mechanisms: golden values, closed forms, the table of what is supported."""
 
+import decimal
 import math
 
 import dp_accounting
@@ -534,3 +535,70 @@ class TestSearches:
         accounting.require_small_delta(1e-3, 1000)
         with pytest.raises(ValueError, match="expected delta of at most"):
             accounting.require_small_delta(1.01e-3, 1000)
+
+
+class Dial:
+    """A number that can be turned, such as a tensor of another library; its hash does not change."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return self.value
+
+    def __le__(self, other):
+        return self.value <= other
+
+    def __lt__(self, other):
+        return self.value < other
+
+    def __ge__(self, other):
+        return self.value >= other
+
+    def __gt__(self, other):
+        return self.value > other
+
+
+@pytest.mark.parametrize("accountant", [PLD, RDP])
+def test_an_event_that_was_changed_gets_its_own_epsilon(accountant):
+    dial = Dial(2.0)
+    sampled_sum = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(dial))
+    event = dp_accounting.SelfComposedDpEvent(sampled_sum, 10)
+    options = {"adjacency": ZERO_OUT, "accountant": accountant}
+    before = accounting.epsilon(event, 1e-5, **options).epsilon
+    dial.value = 0.5
+    after = accounting.epsilon(event, 1e-5, **options).epsilon
+    fresh = accounting.poisson_event(0.5, sampling_prob=0.01, num_steps=10)
+    assert after == accounting.epsilon(fresh, 1e-5, **options).epsilon > before
+
+
+class TestRounding:
+    """Sampled sums with much noise: their divergences are differences of nearly equal numbers."""
+
+    @pytest.mark.parametrize(
+        ("sigma", "q", "delta"), [(1e7, 0.0212, 1e-10), (1e6, 5e-4, 1e-10), (3e6, 3e-3, 1e-7)]
+    )
+    def test_epsilon_is_not_zero_because_an_order_was_rounded_below_zero(self, sigma, q, delta):
+        event = accounting.poisson_event(sigma, sampling_prob=q, num_steps=10**6)
+        found = accounting.epsilon(event, delta, adjacency=ZERO_OUT, accountant=RDP).epsilon
+        # A million such steps are as good as one Gaussian.
+        single = dp_accounting.GaussianDpEvent(sigma / q / 1e3)
+        assert found > 0.9 * accounting.epsilon(single, delta, adjacency=ZERO_OUT).epsilon > 0
+
+    @pytest.mark.parametrize("order", [2, 3, 5, 32, 64, 128])
+    @pytest.mark.parametrize(("sigma", "q"), [(1e6, 0.5), (1e6, 0.9), (1e5, 0.1), (3, 1e-6)])
+    def test_a_divergence_is_not_below_the_exact_one(self, sigma, q, order):
+        event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma))
+        found = accounting.renyi_divergences(event, [order], adjacency=ZERO_OUT)[0]
+        with decimal.localcontext(prec=60):
+            share, noise = decimal.Decimal(q), decimal.Decimal(sigma)
+            moment = sum(
+                math.comb(order, k)
+                * (1 - share) ** (order - k)
+                * share**k
+                * (decimal.Decimal(k * k - k) / (2 * noise * noise)).exp()
+                for k in range(order + 1)
+            )
+            exact = moment.ln() / (order - 1)
+        assert exact <= decimal.Decimal(float(found))
+        assert float(found) < max(1.02 * float(exact), 1.1e-12)

@@ -29,7 +29,7 @@ from dp_accounting import gaussian_mechanism
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
-from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, compute_epsilon
 
 from mirrordp import _validate
 from mirrordp._warn import warn
@@ -95,6 +95,8 @@ COARSE_ORDERS: tuple[float, ...] = (
 
 # A Rényi divergence of sampled sums that is smaller may have lost its digits to cancellation.
 _ROUNDING = 1e-12
+# Above that, it is at most this much too small.
+_LAST_DIGITS = 1e-14
 # Beyond this noise the analyses of sampling lose all digits, or fail.
 _MOST_SAMPLED_NOISE = 1e8
 # The square of a noise multiplier must be a float.
@@ -199,7 +201,9 @@ def epsilon(
             "orders out."
         )
     if chosen is Accountant.RDP:
-        value = _rdp_epsilon(event, delta, adjacency, None if orders is None else tuple(orders))
+        value = _rdp_epsilon(
+            event, delta, adjacency, None if orders is None else tuple(map(float, orders))
+        )
         method = f"RDP, {'dp-accounting default' if orders is None else len(orders)} orders"
     elif (mu := _gaussian_mu(event)) is not None:
         value = _gaussian_epsilon(adjacency.distance * mu, delta)
@@ -283,11 +287,13 @@ def renyi_divergences(
         case dp_accounting.ComposedDpEvent() if event.events:
             return np.sum([recurse(part) for part in event.events], axis=0)
     event = _analysable(event)
-    found = _divergences(event, orders, adjacency)
+    found, whole = _divergences(event, orders, adjacency), _without_sampling(event)
+    if event != whole:
+        found = found + _LAST_DIGITS
     if not (lost := ~((found >= _ROUNDING) & (found < np.inf))).any():
         return found
     # Not a number, or small enough to be rounding: what has no sampling needs no cancellation.
-    bound = _divergences(_without_sampling(event), orders, adjacency)
+    bound = _divergences(whole, orders, adjacency)
     found = np.where(found < _ROUNDING, np.minimum(bound, _ROUNDING), np.where(lost, bound, found))
     # An order at which the computation failed promises nothing.
     return np.where(np.isnan(found), np.inf, found)
@@ -337,14 +343,14 @@ def _analysable(event: DpEvent) -> DpEvent:
     quasi-convex, and for much noise little is lost.
     """
     check_noise(event)
-    most = max(_noise_multipliers(event), default=0.0)
-    return event if most <= _MOST_SAMPLED_NOISE else _mapped(event, _tamed)
+    return _mapped(event, _tamed)
 
 
 def _tamed(event: DpEvent) -> DpEvent:
     match event:
         case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
-            return dp_accounting.GaussianDpEvent(min(sigma, _MOST_NOISE))
+            # A number that nobody can change: what is computed from it is remembered.
+            return dp_accounting.GaussianDpEvent(min(float(sigma), _MOST_NOISE))
         case (
             dp_accounting.PoissonSampledDpEvent(
                 event=dp_accounting.GaussianDpEvent(noise_multiplier=sigma)
@@ -384,14 +390,16 @@ def _mapped(event: DpEvent, change: Callable[[DpEvent], DpEvent]) -> DpEvent:
             event = dp_accounting.ComposedDpEvent([recurse(inner) for inner in event.events])
         case dp_accounting.PoissonSampledDpEvent():
             event = dp_accounting.PoissonSampledDpEvent(
-                event.sampling_probability, recurse(event.event)
+                float(event.sampling_probability), recurse(event.event)
             )
         case dp_accounting.SampledWithoutReplacementDpEvent():
             event = dp_accounting.SampledWithoutReplacementDpEvent(
                 event.source_dataset_size, event.sample_size, recurse(event.event)
             )
         case RepeatAndSelectDpEvent():
-            event = RepeatAndSelectDpEvent(recurse(event.event), event.mean, event.shape)
+            event = RepeatAndSelectDpEvent(
+                recurse(event.event), float(event.mean), float(event.shape)
+            )
     return change(event)
 
 
@@ -454,12 +462,9 @@ def _describe(event: DpEvent) -> str:
             return type(event).__name__
 
 
-def _fresh(
-    accountant: Accountant, adjacency: Adjacency, orders: Sequence[float] | None = None
-) -> dp_accounting.PrivacyAccountant:
-    if accountant is Accountant.PLD:
-        return PLDAccountant(adjacency.neighboring_relation)
-    return RdpAccountant(orders, adjacency.neighboring_relation)
+def _fresh(accountant: Accountant, adjacency: Adjacency) -> dp_accounting.PrivacyAccountant:
+    kind = PLDAccountant if accountant is Accountant.PLD else RdpAccountant
+    return kind(neighboring_relation=adjacency.neighboring_relation)
 
 
 def _remembered(analysis: Callable[..., float]) -> Callable[..., float]:
@@ -513,8 +518,10 @@ def _poisson_pld(
 def _rdp_epsilon(
     event: DpEvent, delta: float, adjacency: Adjacency, orders: tuple[float, ...] | None
 ) -> float:
-    accountant = _fresh(Accountant.RDP, adjacency, orders)
-    return float(accountant.compose(_noise_over_distance(event, adjacency)).get_epsilon(delta))
+    orders = tuple(map(float, DEFAULT_RDP_ORDERS)) if orders is None else orders
+    # Of a divergence that rounding made negative, dp-accounting would conclude that ε is zero.
+    found = renyi_divergences(event, orders, adjacency=adjacency)
+    return float(compute_epsilon(orders, found, delta)[0])
 
 
 def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:
