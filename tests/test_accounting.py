@@ -538,7 +538,7 @@ class TestSearches:
 
 
 class Dial:
-    """A number that can be turned, such as a tensor of another library; its hash does not change."""
+    """A number that can be turned, such as a tensor of another library; its hash stays."""
 
     def __init__(self, value):
         self.value = value
