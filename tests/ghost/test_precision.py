@@ -213,6 +213,20 @@ def test_numbers_that_underflow_on_the_way(left, right):
         assert np.linalg.norm(np.asarray(total, np.float64)) <= 1 + 1e-6
 
 
+def test_others_that_underflow_alone_do_not_add_to_a_row():
+    """A fused multiply-add keeps a product that underflows, where there is something to add to."""
+    rows, side, clip = 16, 512, 1e-30
+    vectors = np.full((rows, 1, side), np.sqrt(0.999 * np.finfo("f4").tiny), np.float32)
+    vectors[0] = np.sqrt(1.5 * clip / side)
+    run = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=clip).exact_sum)
+    weight = jnp.zeros((side, side))
+    with_it, without = (
+        np.asarray(run(weight, (vectors, vectors), is_padding).total.floats(), np.float64)
+        for is_padding in (np.zeros(rows, bool), np.arange(rows) == 0)
+    )
+    assert np.linalg.norm((with_it - without) / clip) <= 1
+
+
 def test_shortened_algorithms_are_not_used_for_norms_and_sums():
     with jax.default_matmul_precision("BF16_BF16_F32_X3"):
         clipped = jax.jit(ghost.clipped_grad(bilinear, l2_clip_norm=1.0).__call__)

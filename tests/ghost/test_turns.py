@@ -75,9 +75,9 @@ def test_equals_the_definition(name):
         np.testing.assert_allclose(stats.unprivatized_norms[:-1], norms[:-1], rtol=1e-4)
 
 
-def norm_without_scale(part, scale, *, roundoff):
+def norm_without_scale(part, scale, *, roundoff, exponent):
     del scale
-    return _factors.gram([part], roundoff=roundoff, exponent=-60)
+    return _factors.gram([part], roundoff=roundoff, exponent=exponent)
 
 
 BROKEN = {
@@ -220,3 +220,40 @@ def test_short_gradients_are_turned_too(monkeypatch):
     clip, _, wanted = expected(loss, params, batch, chosen)
     found, _ = clipped(ghost, loss, params, batch, chosen, clip)
     assert 1e-5 < relative_error(found, wanted) < 4e-3
+
+
+def product_of_rows(params, row):
+    """A loss whose gradient is the outer product of two given vectors."""
+    left, right = row
+    return left @ params @ right
+
+
+def change_by_the_first(left, right, clip, scale):
+    """Returns the norm of what the first row adds beside the others, in units of the clip norm."""
+    params = jnp.zeros(scale.shape, jnp.float32)
+    chosen = [Turn(None, None, jnp.asarray(scale, jnp.float32))]
+    run = jax.jit(ghost.clipped_grad(product_of_rows, l2_clip_norm=clip, turns=chosen).exact_sum)
+    batch = (np.float32(left), np.float32(right))
+    rows = np.arange(len(left))
+    with_it, without = (
+        np.asarray(run(params, batch, is_padding).total.floats(), np.float64)
+        for is_padding in (rows < 0, rows == 0)
+    )
+    return np.linalg.norm((with_it - without) / clip)
+
+
+@pytest.mark.parametrize(("tiny", "clip"), [(1e-10, 1e30), (1e-20, 1e20), (1e-30, 1e10)])
+@pytest.mark.parametrize("size", [1e20, 1e25, 1e30])
+def test_a_product_does_not_overflow_before_a_tiny_scale(tiny, clip, size):
+    """C / s is beyond float32: the outer product would be infinite, with s it is not."""
+    vectors = np.full((1, 8), size)
+    change = change_by_the_first(vectors, vectors, clip, np.full((8, 8), tiny))
+    assert 0 < change <= 1
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e32, 1e33, 1e34])
+def test_others_that_underflow_alone_do_not_add_to_a_row(scale):
+    """A fused multiply-add keeps a product that underflows, where there is something to add to."""
+    vectors = np.full((255, 32), np.sqrt(0.999 * np.finfo("f4").tiny))
+    vectors[0] = np.sqrt(1.5 / 32 / scale)
+    assert change_by_the_first(vectors, vectors, 1.0, np.full((32, 32), scale)) <= 1

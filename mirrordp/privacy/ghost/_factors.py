@@ -166,7 +166,7 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
     else:
         parts = [_longer(part) for part in parts]
         norm = _norm([(part, 1.0) for part in parts], _gram_roundoff(parts) * spread**2)
-    underflow = functools.reduce(jnp.add, [_underflow(part) for part in parts])
+    underflow = functools.reduce(jnp.add, [_underflow(part, roundoff.block) for part in parts])
     if _shortens(parts):
         # What rounding left out of the norm may underflow as well, and then is not measured.
         underflow *= 2
@@ -175,16 +175,24 @@ def _gram(parts: Sequence[Factors], roundoff: Roundoff, grain: float) -> tuple[A
     return jnp.where(norm < least, least, norm) ** 2, underflow
 
 
-def scaled_norm(part: Factors, scale: Array, *, roundoff: Roundoff) -> tuple[Array, Array]:
+def scaled_norm(
+    part: Factors, scale: Array, *, roundoff: Roundoff, exponent: int
+) -> tuple[Array, Array]:
     """Returns (‖s ⊙ (L_i ⊗ R_i)‖ (1 + own))² in float64, and a bound on underflow, both [B].
 
     There is a single position, so ‖s ⊙ (L ⊗ R)‖² = Σ_kn L_k² s_kn² R_n², and no terms cancel.
+
+    The norm is taken to be at least ‖L_i‖ ‖R_i‖ max(2⁻¹⁰⁰, C 2⁻¹¹⁵). So a sum of 2⁸ of the
+    c_i L_i ⊗ R_i does not overflow before it is multiplied by a tiny s, and what an s below the
+    smallest normal number adds is less than 2⁻²⁶·C, whether the norm shows it or not.
 
     Args:
         part: the factors, of which both are vectors.
         scale: s, [K, N].
         roundoff: the rounding of the clipped sum.
+        exponent: log₂ of the grain.
     """
+    least_scale = max(2.0**-100, 2.0 ** (exponent + sums.GRAIN_BITS + 1 - 115))
 
     def compute(part: Factors, scale: Array) -> tuple[Array, Array]:
         left, right = (wide(side.array[:, 0, 0]) ** 2 for side in part)  # pyright: ignore
@@ -192,9 +200,11 @@ def scaled_norm(part: Factors, scale: Array, *, roundoff: Roundoff) -> tuple[Arr
         terms = sum(scale.shape) + 8
         own = roundoff.own + terms * float(jnp.finfo(wide_dtype()).eps)
         norm = jnp.sqrt((rows * right).sum(axis=-1)) * (1 + own)
+        least = least_scale * jnp.sqrt(left.sum(axis=-1)) * jnp.sqrt(right.sum(axis=-1))
+        norm = jnp.where(norm < least, least, norm)
         # What underflows before the product with s is multiplied by it, or underflows after it.
         largest = jnp.maximum(wide(jnp.abs(scale)).max(), 1.0)
-        return norm**2, 2 * largest * _underflow(part)
+        return norm**2, 2 * largest * _underflow(part, roundoff.block)
 
     return float64_call(compute, part, scale)
 
@@ -300,14 +310,19 @@ def _gram_roundoff(parts: Sequence[Factors]) -> float:
     return found
 
 
-def _underflow(part: Factors) -> Array:
-    """ε (√N Σ_t ‖L_t‖ + √K Σ_t ‖R_t‖ + T √(K N)), with ε the smallest normal number of the sum.
+def _underflow(part: Factors, block: int = 1) -> Array:
+    """ε (√N Σ_t ‖L_t‖ + √K Σ_t ‖R_t‖ + 4 b T √(K N)), with ε the smallest normal number of the sum.
 
-    This allows for an error of ε in each entry of c·R, of L, and of their products. ε is at least
-    2⁻⁵¹⁰: float64 rounds the squares of smaller entries to zero, so that no norm shows them.
+    This allows for an error of ε in each entry of c·R and of L; and in all n = b·T products of a
+    block and in their additions, with the example and without it: the products of others may
+    underflow by themselves, but not if they are added to the example's before they are rounded. ε
+    is at least 2⁻⁵¹⁰: float64 rounds the squares of smaller entries to zero, so that no norm shows
+    them.
     """
     left, right = (math.sqrt(side.entries) for side in part)
-    inputs = right * part.left.lengths() + left * part.right.lengths() + left * right
+    # A lookup's rows are not added in floating point.
+    count = 1 if any(isinstance(side, OneHot) for side in part) else 4 * block
+    inputs = right * part.left.lengths() + left * part.right.lengths() + count * left * right
     vectors = next(side for side in reversed(part) if isinstance(side, Vectors))
     return _smallest(vectors.values) * inputs.sum(axis=(1, 2))
 

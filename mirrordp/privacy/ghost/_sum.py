@@ -177,7 +177,7 @@ def clipped_sum(
     for leaf, (part, turn) in unformed.items():
         roundoffs[leaf] = sum_roundoff([plan.turned[leaf].use.layer], batch_size)
         norms_squared[leaf], taken[leaf] = _factors.scaled_norm(
-            part, turn.scale, roundoff=roundoffs[leaf]
+            part, turn.scale, roundoff=roundoffs[leaf], exponent=exponent
         )
     for leaf, shared in plan.gram.items():
         oriented = [parts[n].swapped() if swapped else parts[n] for n, _, swapped in shared]
