@@ -310,7 +310,8 @@ def group_factors(
         return [factors], norms
 
     def is_finite(norms_squared: Sequence[Sequence[jax.Array]]) -> jax.Array:
-        return jnp.isfinite(functools.reduce(jnp.add, [s for of in norms_squared for s in of]))
+        # None of the leaves may be in use.
+        return jnp.isfinite(functools.reduce(jnp.add, [s for of in norms_squared for s in of], 0.0))
 
     # A gradient with a NaN anywhere counts as a whole as zero.
     skipped = is_padding | ~float64_call(is_finite, [list(of) for of in norms_squared])

@@ -211,6 +211,13 @@ def test_groups_are_those_of_explicit_gradients(name):
     assert relative_error(whole, other) > 5e-2
 
 
+def test_groups_of_which_no_leaf_is_in_use():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    summed = ghost.clipped_grad(lambda params, x: jnp.sum(x), l2_clip_norm=1.0, groups=[0, 1])
+    found = summed(params, jnp.ones((4, 2)), jnp.zeros(4, bool))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found))
+
+
 def test_short_gradients_are_turned_too(monkeypatch):
     """As on a GPU: gradients are formed with 11 bits and kept with 8."""
     monkeypatch.setitem(_plan.SHORTENS, "cpu", True)
