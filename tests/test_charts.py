@@ -134,6 +134,23 @@ def test_unclipped_gradients_are_those_of_the_loss(name):
         np.testing.assert_allclose(released(name, 1e4), expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
+def test_an_array_without_numbers_changes_nothing(shape):
+    def with_nothing(params, example):
+        return loss(params[0], example) + params[1].sum()
+
+    def trained(loss_fn, start):
+        chart = updates.kronecker(KroneckerMap.from_public(loss_fn, start, PUBLIC, damping=0.3))
+        mechanism = tools.mechanism(l2_clip_norm=CLIP, num_steps=1, noise_multiplier=0.0)
+        step = mirrordp.TrainStep(loss_fn, mechanism, tools.sgd(0.1), chart=chart)
+        *_, (state, _) = mirrordp.train(step, start, PRIVATE, PUBLIC, seed=0)
+        return state.params
+
+    found, nothing = trained(with_nothing, (START, np.zeros(shape, np.float32)))
+    assert nothing.shape == shape
+    jax.tree.map(np.testing.assert_allclose, found, trained(loss, START))
+
+
 def test_public_gradients_keep_their_size():
     g = gradients(PUBLIC)
     root, c, _ = hessian_root()

@@ -16,6 +16,7 @@ whose columns are output channels, a bias one with a single row.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -247,8 +248,7 @@ def _onto_ball(mirror_map: KroneckerMap, theta: jax.Array, radius: jax.Array) ->
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     """Returns an array's shape as a matrix, whose columns are the last axis."""
-    columns = shape[-1] if shape else 1
-    return int(np.prod(shape, dtype=int)) // columns, columns
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def _eigen(side: np.ndarray) -> tuple[np.ndarray, jax.Array | None]:

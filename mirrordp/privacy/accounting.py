@@ -521,7 +521,7 @@ def _rdp_epsilon(
     orders = tuple(map(float, DEFAULT_RDP_ORDERS)) if orders is None else orders
     # Of a divergence that rounding made negative, dp-accounting would conclude that ε is zero.
     found = renyi_divergences(event, orders, adjacency=adjacency)
-    return float(compute_epsilon(orders, found, delta)[0])
+    return float(compute_epsilon(orders, found.tolist(), delta)[0])
 
 
 def _noise_over_distance(event: DpEvent, adjacency: Adjacency) -> DpEvent:

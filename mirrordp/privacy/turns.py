@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
     def of_gradients(self, gradients: Array) -> Array:
         """Returns s ⊙ (Uᵀ G_i V) of gradients [B, *shape], in float32 or wider."""
-        matrices = gradients.reshape(-1, *self.scale.shape)
+        matrices = gradients.reshape(len(gradients), *self.scale.shape)
         matrices = matrices.astype(float32_or_wider(matrices))
         if self.left is not None:
             matrices = jnp.einsum("kj,bkn->bjn", self.left.astype(matrices.dtype), matrices)
