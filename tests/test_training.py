@@ -68,8 +68,8 @@ def test_signatures_stay_short(function):
     assert len(inspect.signature(function).parameters) <= 12
 
 
-def test_what_takes_a_loss_in_place_of_a_step_adds_epsilon_and_delta_alone():
-    added = {"epsilon", "delta"}
+def test_what_takes_a_loss_in_place_of_a_step_adds_the_guarantee_alone():
+    added = {"epsilon", "delta", "allow_large_delta"}
     own, loop = (inspect.signature(f).parameters for f in (mirrordp.train, engine.train))
     assert [name for name in own if name not in added] == list(loop)
     assert set(own) - set(loop) == added
