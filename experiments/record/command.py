@@ -9,6 +9,7 @@ the end of a final run. A run that has its line is skipped, so that a command ca
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -93,6 +94,19 @@ def load_start(path: Path, dtype: str) -> tuple[WideResNet, Params, records.Reco
     return network, params, about
 
 
+def load_starts(paths: Sequence[Path], dtype: str) -> tuple[WideResNet, Params, records.Record]:
+    """Returns starts side by side as the members of one network; one start is itself."""
+    loaded = [load_start(path, dtype) for path in paths]
+    if len(loaded) == 1:
+        return loaded[0]
+    networks = {network for network, *_ in loaded}
+    if len(networks) > 1:
+        raise SettingsError("members must be equal networks; these starts are of different ones.")
+    ids = [about["id"] for *_, about in loaded]
+    network = dataclasses.replace(networks.pop(), members=len(loaded))
+    return network, [params for _, params, _ in loaded], {"id": ", ".join(ids)}
+
+
 def start_id(settings: RecordSettings, seed: int, teachers: Sequence[str]) -> str:
     """Identifies a public start."""
     return records.fingerprint([settings.public_identity(), seed, sorted(teachers)])
@@ -111,7 +125,8 @@ def run_public(
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
-    """Pre-trains, keeps the start, and reports how good it is."""
+    """Pre-trains one member, keeps the start, and reports how good it is."""
+    member = settings.network.member
     loaded = [load_start(path, settings.network.dtype) for path in teachers]
     taught_by = [about["id"] for *_, about in loaded]
     name = start_id(settings, seed, taught_by)
@@ -125,7 +140,7 @@ def run_public(
         nonlocal best
         call = -(-step // pretraining.STEPS_PER_CALL)
         if is_search and call % every == 0:
-            found = [evaluate(settings.network, one, judges)["accuracy"] for one in (last, average)]
+            found = [evaluate(member, one, judges)["accuracy"] for one in (last, average)]
             curve.append([step, *found, round(time.monotonic() - begun, 1)])
             print(*curve[-1], flush=True)
             if (accuracy := found[1] or 0.0) > best[0]:
@@ -133,7 +148,7 @@ def run_public(
 
     begun = time.monotonic()
     params = pretraining.pretrain(
-        settings.network,
+        member,
         settings.public,
         *parts.scaled(parts.public),
         seed=seed,
@@ -143,10 +158,10 @@ def run_public(
     )
     jax.block_until_ready(params)
     seconds = time.monotonic() - begun
-    save_start(starts / f"{name}.npz", settings.network, params, {"id": name, "seed": seed})
+    save_start(starts / f"{name}.npz", member, params, {"id": name, "seed": seed})
     if best[2] is not None:
         about = {"id": f"{name} at {best[1]}", "seed": seed}
-        save_start(starts / f"{name}-best.npz", settings.network, best[2], about)
+        save_start(starts / f"{name}-best.npz", member, best[2], about)
     return {
         "kind": "search public" if is_search else "final public",
         "id": name,
@@ -157,7 +172,7 @@ def run_public(
         "num_parameters": num_parameters(params),
         "judged_by": parts.judged_by,
         "num_judges": len(judges[0]),
-        "final": evaluate(settings.network, params, judges),
+        "final": evaluate(member, params, judges),
         "curve": {"columns": ["step", "last", "average", "seconds"], "rows": curve},
         "seconds": round(seconds, 1),
         "made_by": made_by(shared),
@@ -167,19 +182,16 @@ def run_public(
 def run_private(
     settings: RecordSettings,
     parts: images.Images,
-    start: Path,
+    starts: Sequence[Path],
     *,
     seed: int,
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
     """Trains from a start; validation images judge along the way, test images at the end only."""
-    network, params, about = load_start(start, settings.network.dtype)
-    if (network.depth, network.width) != (settings.network.depth, settings.network.width):
-        raise SettingsError(
-            f"the start is a WRN-{network.depth}-{network.width}, the settings ask for a "
-            f"WRN-{settings.network.depth}-{settings.network.width}."
-        )
+    network, params, about = load_starts(starts, settings.network.dtype)
+    if network != settings.network:
+        raise SettingsError(f"expected a start of {settings.network}, got one of {network}.")
     assert parts.private is not None
     judges = parts.scaled(parts.judges)
     found = private.mechanism(settings.private, len(parts.private[0]))
@@ -298,7 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="starts that the start learned from",
         )
         if name == "private":
-            command.add_argument("--start", type=Path, help="a start's file, instead of the seed's")
+            command.add_argument(
+                "--start", type=Path, nargs="+", help="files of starts, instead of the seed's"
+            )
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "split":
@@ -338,25 +352,29 @@ def _run(arguments: argparse.Namespace) -> None:
     taught_by = [load_start(path, "float32")[2]["id"] for path in arguments.teachers]
     options = {"deadline": deadline, "shared": arguments.shared}
     for seed in arguments.seeds or settings.seeds:
-        name = start_id(settings, seed, taught_by)
-        start = starts / f"{name}.npz"
-        run: Callable[[], records.Record]
+        members = {
+            member_seed: starts / f"{start_id(settings, member_seed, taught_by)}.npz"
+            for member_seed in settings.member_seeds(seed)
+        }
+        runs: list[tuple[bool, Callable[[], records.Record]]] = []
         if is_private:
-            start = arguments.start or start
-            name = private_id(settings, seed, load_start(start, "float32")[2]["id"], parts)
-            run = functools.partial(run_private, settings, parts, start, seed=seed, **options)
-            is_done = name in there
+            paths = arguments.start or list(members.values())
+            name = private_id(settings, seed, load_starts(paths, "float32")[2]["id"], parts)
+            run = functools.partial(run_private, settings, parts, paths, seed=seed, **options)
+            runs.append((name in there, run))
         else:
-            run = functools.partial(
-                run_public, settings, parts, starts, seed=seed, teachers=arguments.teachers,
-                **options,
-            )  # fmt: skip
-            is_done = name in there and start.exists()
-        if is_done:
-            continue
-        line = run()
-        records.append(lines, line)
-        print(_summary(line), flush=True)
+            for member_seed, path in members.items():
+                run = functools.partial(
+                    run_public, settings, parts, starts, seed=member_seed,
+                    teachers=arguments.teachers, **options,
+                )  # fmt: skip
+                runs.append((path.stem in there and path.exists(), run))
+        for is_done, run in runs:
+            if is_done:
+                continue
+            line = run()
+            records.append(lines, line)
+            print(_summary(line), flush=True)
 
 
 def _summary(line: records.Record) -> str:

@@ -29,18 +29,31 @@ class WideResNet:
         width: multiple of the 16, 32 and 64 channels of the stages.
         num_classes: number of logits.
         dtype: of activations and convolutions.
+        members: number of such networks, side by side, whose mean logits are the logits.
     """
 
     depth: int = 16
     width: int = 4
     num_classes: int = 10
     dtype: str = "float32"
+    members: int = 1
 
     def __post_init__(self):
         if self.depth < 10 or self.depth % 6 != 4:
             raise ValueError(f"depth must be 6 n + 4 with n > 0, got {self.depth}. Use 16 or 28.")
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}.")
+        if self.members < 1:
+            raise ValueError(f"members must be at least 1, got {self.members}.")
+
+    def __str__(self) -> str:
+        name = f"WRN-{self.depth}-{self.width}"
+        return name if self.members == 1 else f"{self.members} {name}"
+
+    @property
+    def member(self) -> "WideResNet":
+        """One of the networks, alone."""
+        return dataclasses.replace(self, members=1)
 
     @property
     def _blocks(self) -> list[tuple[int, int, int]]:
@@ -54,7 +67,9 @@ class WideResNet:
         return found
 
     def init(self, key: jax.Array) -> Params:
-        """Returns random parameters; the output layer begins at zero."""
+        """Returns random parameters (a list for members); the output layer begins at zero."""
+        if self.members > 1:
+            return [self.member.init(one) for one in jax.random.split(key, self.members)]
         keys = iter(jax.random.split(key, 3 * len(self._blocks) + 1))
         blocks = []
         for inputs, outputs, stride in self._blocks:
@@ -80,6 +95,9 @@ class WideResNet:
 
     def predict(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns logits [n, num_classes] of images [n, height, width, channels]."""
+        if self.members > 1:
+            logits = [self.member.predict(one, images) for one in params]
+            return sum(logits[1:], start=logits[0]) / len(logits)
         x = _conv(images.astype(self.dtype), params["stem"], 1)
         for block, (_, _, stride) in zip(params["blocks"], self._blocks, strict=True):
             y = _norm(jax.nn.relu(x), block["norm1"])

@@ -163,10 +163,15 @@ class RecordSettings:
             check(0 <= value <= 1, f"{name} must be in [0, 1], got {value}.")
         check(private.alpha > 0, "private.alpha must be above 0, or nothing private is learned.")
 
+    def member_seeds(self, seed: int) -> tuple[int, ...]:
+        """Returns the seeds of the public starts of a run's members: no two runs share one."""
+        members = self.network.members
+        return tuple(range(members * seed, members * (seed + 1)))
+
     def public_identity(self) -> records.Record:
-        """Returns the values that decide a public start, apart from its seed and teachers."""
+        """Returns the values that decide the public start of one member, apart from its seed."""
         return {
-            "network": dataclasses.asdict(self.network),
+            "network": _network_identity(self.network.member),
             "public": dataclasses.asdict(self.public),
         }
 
@@ -179,7 +184,14 @@ class RecordSettings:
             del private["geometry"], private["damping"], private["largest_side"]
         if not self.private.public_mix:
             del private["public_mix"]
-        return {"network": dataclasses.asdict(self.network), "private": private}
+        return {"network": _network_identity(self.network), "private": private}
+
+
+def _network_identity(network: WideResNet) -> records.Record:
+    values = dataclasses.asdict(network)
+    if network.members == 1:
+        del values["members"]
+    return values
 
 
 TABLES = {"network": WideResNet, "public": PublicSettings, "private": PrivateSettings}

@@ -54,6 +54,32 @@ def examples():
 # Network
 
 
+def test_members_are_networks_whose_mean_logits_are_the_logits():
+    network = dataclasses.replace(SMALL, members=2)
+    assert (str(network), str(network.member)) == ("2 WRN-10-1", "WRN-10-1")
+    params = jax.jit(network.init)(jax.random.key(0))
+    for number, member in enumerate(params):
+        member["out"]["kernel"] = jax.random.normal(jax.random.key(number), (64, 10))
+    pixels = jax.random.normal(jax.random.key(2), (2, 32, 32, 3))
+    each = [SMALL.predict(member, pixels) for member in params]
+    assert not np.allclose(*each)
+    np.testing.assert_allclose(network.predict(params, pixels), (each[0] + each[1]) / 2, rtol=1e-5)
+
+
+def test_no_two_runs_share_a_member():
+    settings = load(CONFIG, ["network.members=3"])
+    seeds = [seed for run in range(6) for seed in settings.member_seeds(run)]
+    assert seeds == sorted(set(seeds))
+    assert len(seeds) == 18
+    assert load(CONFIG).member_seeds(4) == (4,)
+    # A member's start is that of a network alone, and older lines keep their identity.
+    assert settings.public_identity() == load(CONFIG).public_identity()
+    assert "members" not in load(CONFIG).private_identity()["network"]
+    assert settings.private_identity()["network"]["members"] == 3
+    with pytest.raises(SettingsError, match="members must be at least 1"):
+        load(CONFIG, ["network.members=0"])
+
+
 @pytest.mark.parametrize(("depth", "width", "count"), [(16, 4, 2_752_506), (28, 10, 36_489_290)])
 def test_network_has_the_parameters_of_its_name(depth, width, count):
     shapes = jax.eval_shape(WideResNet(depth, width).init, jax.random.key(0))
@@ -450,8 +476,16 @@ calibrated_once = functools.cache(private.mechanism)
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """The command with a linear network in place of the real one; its fixed arguments."""
-    monkeypatch.setattr(WideResNet, "init", lambda self, key: Linear().init(key))
-    monkeypatch.setattr(WideResNet, "predict", lambda self, p, x: Linear().predict(p, x))
+    for name in ("init", "predict"):
+        several = getattr(WideResNet, name)
+        one = getattr(Linear(), name)
+        monkeypatch.setattr(
+            WideResNet,
+            name,
+            lambda self, *arguments, one=one, several=several: (
+                one(*arguments) if self.members == 1 else several(self, *arguments)
+            ),
+        )
     monkeypatch.setattr(private, "mechanism", calibrated_once)
     changes = (
         # A width of its own: what was compiled for a real network must not be found.
@@ -475,6 +509,21 @@ def test_both_commands_leave_lines_and_are_not_run_twice(quick, tmp_path, capsys
     assert [point["step"] for point in second["curve"]] == [4]
     assert "validation images" in capsys.readouterr().out
     json.dumps(first, allow_nan=False)
+
+
+def test_members_have_starts_of_their_own(quick, tmp_path, capsys):
+    several = [*quick, "--set", "network.members=2"]
+    assert command.main(["public", str(CONFIG), *quick, "--seeds", "1"]) == 0
+    for verb in ("public", "private", "public", "private"):
+        assert command.main([verb, str(CONFIG), *several]) == 0
+    *starts, run = records.read(tmp_path / "search.jsonl")
+    # The start of seed 1 was there, and is not learned again.
+    assert [start["seed"] for start in starts] == [1, 0]
+    assert run["start"] == f"{starts[1]['id']}, {starts[0]['id']}"
+    assert run["settings"]["network"]["members"] == 2
+    path = tmp_path / "starts" / f"{starts[0]['id']}.npz"
+    assert command.main(["private", str(CONFIG), *several, "--start", str(path)]) == 2
+    assert "expected a start of 2 WRN-16-7, got one of WRN-16-7" in capsys.readouterr().err
 
 
 def test_final_runs_look_at_test_images_once(quick, tmp_path, monkeypatch):
@@ -530,7 +579,7 @@ def test_mistakes_end_in_one_line(quick, tmp_path, capsys):
     start = next((tmp_path / "starts").glob("*.npz"))
     other = ["--start", str(start), "--set", "network.width=8"]
     assert command.main(["private", str(CONFIG), *quick, *other]) == 2
-    assert "the start is a WRN-16-7" in capsys.readouterr().err
+    assert "expected a start of WRN-16-8, got one of WRN-16-7" in capsys.readouterr().err
 
 
 # Results
