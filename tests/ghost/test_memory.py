@@ -158,6 +158,28 @@ def test_large_explicit_gradients_are_announced(monkeypatch):
     assert warned(size=5) == []
 
 
+def test_large_explicit_gradients_are_announced_once(monkeypatch):
+    """A network with many such layers, as with standardised weights, does not fill the screen."""
+
+    def loss(params, x):
+        for name in "abc":
+            x = jnp.tanh(x @ (params[name] / jnp.linalg.norm(params[name])))
+        return jnp.sum(x)
+
+    def warned(**sizes):
+        params = {name: jnp.ones((3, 3)) for name in "abc"} | {"c": jnp.ones((3, 5))}
+        monkeypatch.setattr(ghost, "LARGE", sizes["large"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            clipped = ghost.clipped_grad(loss, l2_clip_norm=1.0)
+            jax.eval_shape(clipped, params, jnp.ones((6, 3)), jnp.zeros(6, bool))
+        (message,) = [str(one.message) for one in caught]
+        return message
+
+    assert "['c'] (0 MiB in float32), and for 2 more: behind" in warned(large=6 * 9)
+    assert "['c'] (0 MiB in float32): behind" in warned(large=6 * 15)
+
+
 def test_a_tied_weight_that_is_formed_by_choice_is_not_announced(monkeypatch):
     monkeypatch.setattr(ghost, "LARGE", 1)
     loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w.T) @ w))  # noqa: E731

@@ -23,8 +23,7 @@ sums, `_sum` carries out the four steps, and `_memory` says how many examples fi
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +86,18 @@ def clipped_grad(
         try:
             split = Split.of(loss_fn, params, (batch, keys), chosen, at_a_time, turns)
         except UnrecognisedError as error:
-            _warn_if_large("all parameters", jax.tree.leaves(part), at_a_time, str(error))
+            numbers = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(part))
+            _warn_if_large({"all parameters": (numbers, str(error))}, at_a_time)
             return oracle.exact_sum(params, batch, is_padding, keys=keys)
         if microbatch_size is None:
             split = _memory.fitted(split)
-        for leaf in split.plan.explicit:
-            if split.plan.had_a_choice(leaf):
-                continue
-            name, reason = leaf_names(part)[leaf], split.plan.reason(leaf)
-            _warn_if_large(name, [split.leaves[leaf]], split.microbatch_size, reason)
+        names, plan = leaf_names(part), split.plan
+        formed = {
+            names[leaf]: (math.prod(split.leaves[leaf].shape), plan.reason(leaf))
+            for leaf in plan.explicit
+            if not plan.had_a_choice(leaf)
+        }
+        _warn_if_large(formed, split.microbatch_size)
         run = functools.partial(
             clipped_sum, split, l2_clip_norm=l2_clip_norm, groups=groups, automatic=automatic
         )
@@ -104,13 +106,17 @@ def clipped_grad(
     return ClippedGrad(exact_sum, oracle.l2_clip_norm, oracle.takes_key)
 
 
-def _warn_if_large(name: str, leaves: Sequence[Any], rows: int, reason: str) -> None:
-    numbers = rows * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
-    if numbers >= LARGE:
-        warn(
-            f"ghost clipping forms explicit gradients of {rows} examples for {name} "
-            f"({numbers / 2**18:,.0f} MiB in float32): {reason}. The result is correct, but "
-            "takes long to compute. microbatch_size bounds the memory, and "
-            "mirrordp.privacy.ghost.explain(loss_fn, params, batch) shows the path of each "
-            "parameter.",
-        )
+def _warn_if_large(formed: Mapping[str, tuple[int, str]], rows: int) -> None:
+    """Warns once of all parameters whose gradients, of `rows` examples, take much memory."""
+    large = {name: of for name, of in formed.items() if rows * of[0] >= LARGE}
+    if not large:
+        return
+    name, (most, reason) = max(large.items(), key=lambda item: item[1][0])
+    others = f", and for {len(large) - 1} more" if len(large) > 1 else ""
+    warn(
+        f"ghost clipping forms explicit gradients of {rows} examples for {name} "
+        f"({rows * most / 2**18:,.0f} MiB in float32){others}: {reason}. The result is correct, "
+        "but takes long to compute. microbatch_size bounds the memory, and "
+        "mirrordp.privacy.ghost.explain(loss_fn, params, batch) shows the path of each "
+        "parameter.",
+    )
