@@ -602,3 +602,10 @@ class TestRounding:
             exact = moment.ln() / (order - 1)
         assert exact <= decimal.Decimal(float(found))
         assert float(found) < max(1.02 * float(exact), 1.1e-12)
+
+
+@pytest.mark.parametrize("accountant", list(Accountant))
+def test_a_probability_below_the_smallest_normal_number_is_counted_as_that_number(accountant):
+    event = accounting.poisson_event(1.0, sampling_prob=1e-320, num_steps=10)
+    found = accounting.epsilon(event, 1e-5, adjacency=Adjacency.ADD_REMOVE, accountant=accountant)
+    assert 0 <= found.epsilon < 1e-3

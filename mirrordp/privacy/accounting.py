@@ -20,6 +20,7 @@ import enum
 import functools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -121,7 +122,9 @@ def poisson_event(noise_multiplier: float, *, sampling_prob: float, num_steps: i
     gaussian = dp_accounting.GaussianDpEvent(float(noise_multiplier))
     if sampling_prob == 1:
         return _repeated(gaussian, num_steps)
-    return _repeated(dp_accounting.PoissonSampledDpEvent(float(sampling_prob), gaussian), num_steps)
+    # ε grows with q, and dp-accounting's bounds overflow where 1 / q does.
+    prob = max(float(sampling_prob), sys.float_info.min)
+    return _repeated(dp_accounting.PoissonSampledDpEvent(prob, gaussian), num_steps)
 
 
 def full_batch_event(noise_multiplier: float, *, num_steps: int) -> DpEvent:
