@@ -40,24 +40,40 @@ Found = dict[str, float | None]
 
 
 def evaluate(network: WideResNet, params: Params, examples: images.Examples) -> Found:
-    """Returns accuracy and loss on scaled images, and accuracy of the mean over mirrored views."""
+    """Returns accuracy and loss on scaled images, and accuracies of means of predictions.
+
+    These are over an image and its mirrored copy (`mirrored_accuracy`), and over both of them in
+    their place and shifted by a pixel to each side (`shifted_accuracy`).
+    """
     pixels, labels = examples
-    sums = np.zeros(3)
+    sums = np.zeros(4)
     for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
         some = slice(first, first + EVALUATED_AT_A_TIME)
         sums += np.asarray(_sums(network, params, pixels[some], labels[some]))
-    accuracy, mirrored, loss = (float(value) for value in sums / len(pixels))
-    return {"accuracy": accuracy, "mirrored_accuracy": mirrored, "loss": finite(loss)}
+    accuracy, mirrored, shifted, loss = (float(value) for value in sums / len(pixels))
+    return {
+        "accuracy": accuracy,
+        "mirrored_accuracy": mirrored,
+        "shifted_accuracy": shifted,
+        "loss": finite(loss),
+    }
 
 
 @functools.partial(jax.jit, static_argnames="network")
 def _sums(network: WideResNet, params: Params, pixels: jax.Array, labels: jax.Array):
-    logits = network.predict(params, pixels)
-    both = jax.nn.log_softmax(logits) + jax.nn.log_softmax(
-        network.predict(params, pixels[:, :, ::-1])
-    )
+    def log_probabilities(row: int, column: int) -> jax.Array:
+        """Sums over the images and their mirrored copies, moved by up to a pixel."""
+        padded = jnp.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+        height, width = pixels.shape[1:3]
+        moved = padded[:, 1 + row : 1 + row + height, 1 + column : 1 + column + width]
+        return sum(
+            jax.nn.log_softmax(network.predict(params, one)) for one in (moved, moved[:, :, ::-1])
+        )
+
+    logits, both = network.predict(params, pixels), log_probabilities(0, 0)
+    shifted = both + sum(log_probabilities(*by) for by in ((-1, 0), (1, 0), (0, -1), (0, 1)))
     losses = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(len(labels)), labels]
-    right = [(one.argmax(1) == labels).sum() for one in (logits, both)]
+    right = [(one.argmax(1) == labels).sum() for one in (logits, both, shifted)]
     return jnp.stack([*right, losses.sum()])
 
 

@@ -26,18 +26,31 @@ from mirrordp import (
     updates,
 )
 from mirrordp.mirror import KroneckerMap
-from mirrordp.privacy import Accountant
+from mirrordp.privacy import Accountant, BandedNoise, CyclicPoissonSampling, GaussianNoise
 from mirrordp.types import LossFn, Params
 
 
 def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
-    """Makes Poisson-sampled Gaussian sums with the noise that the target ε needs."""
+    """Makes Poisson-sampled Gaussian sums with the noise that the target ε needs.
+
+    With several bands, the noise of a step takes back part of the noise of the steps before.
+    """
+    bands, size = settings.bands, settings.batch_size
+    if bands == 1:
+        noise = GaussianNoise()
+        sampling = PoissonSampling.for_batch_size(size, num_examples=num_private)
+    else:
+        noise = BandedNoise.optimal(settings.steps, bands)
+        sampling = CyclicPoissonSampling.for_batch_size(
+            size, num_examples=num_private, num_groups=bands
+        )
     return Mechanism.calibrate(
         epsilon=settings.target_epsilon,
         delta=settings.delta,
-        sampling=PoissonSampling.for_batch_size(settings.batch_size, num_examples=num_private),
+        sampling=sampling,
         num_steps=settings.steps,
         l2_clip_norm=settings.l2_clip_norm,
+        noise=noise,
         accountant=Accountant.PLD,
     )
 

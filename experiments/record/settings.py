@@ -76,6 +76,8 @@ class PrivateSettings:
         last_rate: see `rate`.
         momentum: of SGD.
         l2_clip_norm: C.
+        bands: of the matrix that correlates the noise of steps; 1 for independent noise. More need
+            cyclic Poisson sampling, with as many groups.
         alpha: weight of the private gradient.
         public_batch_size: public examples of a step with alpha below 1.
         public_mix: whether the public loss is that of the public start, with mixed images.
@@ -100,6 +102,7 @@ class PrivateSettings:
     last_rate: float = 0.0
     momentum: float = 0.0
     l2_clip_norm: float = 1.0
+    bands: int = 1
     alpha: float = 1.0
     public_batch_size: int = 256
     public_mix: bool = False
@@ -136,7 +139,7 @@ class RecordSettings:
         for table, names in (
             (public, "batch_size learning_rate mix_concentration"),
             (private, "target_epsilon delta steps batch_size views learning_rate l2_clip_norm"),
-            (private, "public_batch_size microbatch_size damping largest_side"),
+            (private, "bands public_batch_size microbatch_size damping largest_side"),
         ):
             for name in names.split():
                 value = getattr(table, name)
@@ -184,6 +187,8 @@ class RecordSettings:
             del private["geometry"], private["damping"], private["largest_side"]
         if not self.private.public_mix:
             del private["public_mix"]
+        if self.private.bands == 1:
+            del private["bands"]
         return {"network": _network_identity(self.network), "private": private}
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.signal
 
 import mirrordp
 from experiments import __main__ as dispatcher, datasets, records
@@ -75,9 +76,37 @@ def test_no_two_runs_share_a_member():
     # A member's start is that of a network alone, and older lines keep their identity.
     assert settings.public_identity() == load(CONFIG).public_identity()
     assert "members" not in load(CONFIG).private_identity()["network"]
+    assert "bands" not in load(CONFIG).private_identity()["private"]
     assert settings.private_identity()["network"]["members"] == 3
     with pytest.raises(SettingsError, match="members must be at least 1"):
         load(CONFIG, ["network.members=0"])
+
+
+def test_predictions_are_averaged_over_mirrored_and_shifted_copies():
+    params = Linear().init(jax.random.key(0))
+    params["out"]["kernel"] = jax.random.normal(jax.random.key(1), params["out"]["kernel"].shape)
+    pixels = np.asarray(jax.random.normal(jax.random.key(2), (300, 32, 32, 3)))
+    labels = np.asarray(jax.random.randint(jax.random.key(3), (300,), 0, 10))
+
+    def accuracy(shifts, flips):
+        total = 0
+        for row, column in shifts:
+            padded = np.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+            moved = np.roll(padded, (-row, -column), (1, 2))[:, 1:-1, 1:-1]
+            for flip in flips:
+                logits = Linear().predict(params, jnp.asarray(moved[:, :, ::flip]))
+                total = total + np.asarray(jax.nn.log_softmax(logits))
+        return (total.argmax(1) == labels).mean()
+
+    found = command.evaluate(Linear(), params, (jnp.asarray(pixels), jnp.asarray(labels)))
+    cross = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
+    expected = {
+        "accuracy": accuracy([(0, 0)], [1]),
+        "mirrored_accuracy": accuracy([(0, 0)], [1, -1]),
+        "shifted_accuracy": accuracy(cross, [1, -1]),
+    }
+    assert len(set(expected.values())) == 3
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("depth", "width", "count"), [(16, 4, 2_752_506), (28, 10, 36_489_290)])
@@ -326,6 +355,24 @@ def test_noise_keeps_the_promise_of_the_settings():
     assert found.sampling.expected_batch_size == settings.batch_size
     weaker = dataclasses.replace(found, noise_multiplier=0.95 * found.noise_multiplier)
     assert weaker.epsilon(settings.delta) > 2.05
+
+
+def test_correlated_noise_adds_up_to_less_at_the_same_epsilon():
+    settings = load(CONFIGS / "bands-e8.toml").private
+    found = {
+        bands: private.mechanism(dataclasses.replace(settings, bands=bands), 48_000)
+        for bands in (1, settings.bands)
+    }
+    ends = {}
+    for bands, one in found.items():
+        assert 7.9 < one.epsilon(settings.delta) <= 8.0
+        coefficients = getattr(one.noise, "coefficients", (1.0,))
+        impulse = np.eye(1, settings.steps)[0]
+        moved = np.cumsum(scipy.signal.lfilter([1.0], coefficients, impulse))
+        ends[bands] = one.noise_stddev * math.hypot(*coefficients) * np.linalg.norm(moved)
+    assert found[settings.bands].sampling.num_groups == settings.bands > 1
+    assert found[settings.bands].noise_multiplier > 1.5 * found[1].noise_multiplier
+    assert ends[settings.bands] < 0.85 * ends[1]
 
 
 def test_views_are_of_one_example_and_averaged():
