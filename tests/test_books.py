@@ -20,6 +20,7 @@ from mirrordp import (
     PrivateData,
     SecureGaussianNoise,
 )
+from mirrordp.privacy import CyclicPoissonSampling
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training import AdaptiveClip, engine, federated
 from mirrordp.training.bookkeeping import Books
@@ -130,6 +131,31 @@ class TestUsersOnABudget:
         half, _ = next(rounds())
         last(rounds(state=half, spend=budget))
         assert budget.ledger.event == NOISY.event_between(1, 5)
+
+    @pytest.mark.parametrize(("done", "rounds_left"), [(1, 2), (3, 1), (4, 1)])
+    def test_going_on_pays_for_a_round_that_began_before(self, tmp_path, done, rounds_left):
+        """Who paid for the steps before it is not known here: it may be another ledger."""
+        sampling = CyclicPoissonSampling(
+            sampling_prob=0.5, num_groups=3, expected_batch_size=5, num_examples=30
+        )
+        cyclic = tools.mechanism(sampling=sampling, num_steps=6)
+        rows, other = (PrivateData(np.full((30, 3), x, np.float32)) for x in (1.0, 0.0))
+        step = mirrordp.TrainStep(tools.squared_distance, cyclic, tools.sgd(0.1))
+        options = mirrordp.TrainOptions(steps_per_call=1)
+        start, seed = np.zeros(3, np.float32), {"seed": 1, "options": options}
+        begun = mirrordp.train(step, start, other, **seed)
+        state, _ = next(itertools.islice(begun, done - 1, None))
+        expected = cyclic.event_between(0, 3 * rounds_left)
+        folder, limits = tmp_path / "budget", {"epsilon": 50.0, "delta": 1e-6}
+        with Budget.create(folder, data=rows, **limits) as budget:
+            last(mirrordp.train(step, start, rows, state=state, spend=budget, **seed))
+            assert budget.ledger.event == expected
+        small = {"epsilon": 0.1, "delta": 1e-6}
+        with (
+            Budget.create(tmp_path / "small", data=rows, **small) as budget,
+            pytest.raises(BudgetError, match="within the budget"),
+        ):
+            mirrordp.train(step, start, rows, state=state, spend=budget, **seed)
 
     def test_two_runs_from_one_state_share_their_noise(self, budget):
         half, _ = next(rounds())

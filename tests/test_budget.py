@@ -667,6 +667,16 @@ class TestOneHolder:
             with pytest.raises(ValueError, match="the ledger of a budget"):
                 charge(step, np.zeros(tools.FEATURES), ROWS, spend=budget.ledger, **runs)
 
+    def test_what_is_charged_behind_its_back_counts_all_the_same(self, budget, folder):
+        event = dp_accounting.GaussianDpEvent(1.01 * budget.least_noise)
+        budget.ledger.charge(event)
+        assert budget.status.used > 0.9
+        with pytest.raises(BudgetError, match="within the budget"):
+            budget.charge(event)
+        used = budget.status.used
+        budget.close()
+        assert Budget.status_of(folder).used == used
+
 
 class TestSeeds:
     """Costs add up only if no two runs share their noise."""

@@ -13,6 +13,8 @@ import mirrordp
 from mirrordp import Checkpoint, PrivateData, PublicData, SweepRun, auditing, updates
 from mirrordp.mirror import KroneckerMap, SubspaceMap
 from mirrordp.privacy import FullBatch, clipping, ghost
+from mirrordp.privacy.charts import Chart
+from mirrordp.privacy.turns import Turn
 from tests import tools
 
 CLIP = 0.5
@@ -259,6 +261,33 @@ def test_another_chart_is_not_resumed(tmp_path):
     begun.close()
     with pytest.raises(mirrordp.training.CheckpointError, match="chart"):
         next(run("scaled", checkpoint=checkpoint))
+
+
+def test_another_turn_is_not_resumed(tmp_path):
+    """A step takes `turns` in place of `move`, which here says nothing of them."""
+
+    def steps(size):
+        chart = Chart(
+            init=lambda part: (),
+            like=lambda part: jax.tree.map(jnp.zeros_like, part),
+            move=lambda state, phi: phi,
+            centre=None,
+            release=lambda state, mean: mean,
+            turns=lambda state: [Turn(None, None, jnp.full((1, 3), size))],
+        )
+        step = mirrordp.TrainStep(
+            lambda w, x: jnp.vdot(w, x), tools.mechanism(), tools.sgd(0.1), chart=chart
+        )
+        rows = PrivateData(np.ones((40, 1, 3), np.float32))
+        checkpoint = Checkpoint(tmp_path / "run", resume=True)
+        return mirrordp.train(step, jnp.zeros((1, 3)), rows, checkpoint=checkpoint)
+
+    begun = steps(1.0)
+    next(begun)
+    begun.close()
+    with pytest.raises(mirrordp.training.CheckpointError, match="chart"):
+        next(steps(2.0))
+    tools.last(steps(1.0))
 
 
 @pytest.mark.parametrize("name", ["scaled", "kronecker"])

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from mirrordp.training.checkpoint import (
     checkpoint_files,
     from_arrays,
     is_unfinished,
+    machine,
     program,
     to_arrays,
 )
@@ -340,6 +342,46 @@ class TestRefused:
             pytest.raises(CheckpointError, match="differs in: number of processors"),
         ):
             run(tmp_path / "damaged", resume=True)
+
+    def test_another_kind_of_machine_where_steps_are_replayed(self, tmp_path, monkeypatch):
+        """An older processor has other instructions, which round differently."""
+        for every in (1, 2):
+            interrupted(tmp_path / str(every), 3, every=every)
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
+        last(run(tmp_path / "1", resume=True))
+        with pytest.raises(CheckpointError, match="differs in: kind of processor, its memory"):
+            run(tmp_path / "2", resume=True, every=2)
+        monkeypatch.undo()
+        last(run(tmp_path / "2", resume=True, every=2))
+
+    def test_another_memory_where_it_decides_how_a_step_is_computed(self, tmp_path, monkeypatch):
+        """How many rows are taken at a time follows from it, and rounding from that."""
+        for name, size in (("by memory", None), ("given", 20)):
+            interrupted(tmp_path / name, 3, every=2, microbatch_size=size)
+        monkeypatch.setattr("mirrordp.training.checkpoint.device_memory", lambda: 2**30)
+        last(run(tmp_path / "given", resume=True, every=2, microbatch_size=20))
+        with pytest.raises(CheckpointError, match="differs in: kind of processor, its memory"):
+            run(tmp_path / "by memory", resume=True, every=2)
+
+    def test_a_machine_is_described_by_what_compilers_look_at(self, monkeypatch):
+        here = machine(sizes_follow_memory=True)
+        assert here == machine(sizes_follow_memory=True) != machine(sizes_follow_memory=False)
+        text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        if "avx2" in text:
+            read = Path.read_text
+            monkeypatch.setattr(
+                Path,
+                "read_text",
+                lambda path, **options: (
+                    text.replace("avx2", "sse")
+                    if path == Path("/proc/cpuinfo")
+                    else read(path, **options)
+                ),
+            )
+            assert machine(sizes_follow_memory=True) != here
+            monkeypatch.undo()
+        with jax.default_matmul_precision("bfloat16"):
+            assert machine(sizes_follow_memory=True) != here
 
     def test_a_device_that_cannot_replay(self, tmp_path, monkeypatch):
         """The checkpoint before the newest is behind what was shown, and rare ones always are."""

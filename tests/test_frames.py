@@ -255,6 +255,15 @@ def test_one_odd_cell_of_a_file_that_pandas_read_changes_no_other_row(usual, odd
     assert len(np.unique(expected, axis=0)) == len(usual)
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_integer_that_no_float_holds_is_rounded(missing):
+    """Arrow refuses to, in words that quote it."""
+    values = [1, None if missing else 2, 2**53 + 1]
+    frame = pandas.DataFrame({"n": pandas.array(values, dtype="int64[pyarrow]")})
+    (column,) = table_of(frame, "rows", private=True).table.columns.values()
+    np.testing.assert_array_equal(column, [1.0, np.nan if missing else 2.0, 2.0**53])
+
+
 def test_numbers_cannot_stand_for_names_that_are_the_same_number():
     encoder = PublicEncoder().fit(pandas.DataFrame({"code": ["007", "7", "A"] * 20}))
     with pytest.raises(TableError, match=r"expected categories .*, got numbers in 5 of 5"):

@@ -272,6 +272,40 @@ class TestBanded:
             BandedNoise.optimal(num_steps=3, num_bands=4)
 
 
+class TestGrowth:
+    """Noise that grows without bound is lost, together with the guarantee, in its own rounding."""
+
+    @pytest.mark.parametrize(
+        ("coefficients", "steps"), [((1.0, 2.0), 60), ((1.0, 1.05), 400), ((3.0, -9.0, 1.0), 30)]
+    )
+    def test_without_bound_is_refused(self, coefficients, steps):
+        with pytest.raises(UnsupportedError, match="256 times"):
+            cyclic(BandedNoise(coefficients), steps)
+
+    def test_of_good_coefficients_is_small(self):
+        for bands in (2, 8):
+            noise = BandedNoise.optimal(200, bands)
+            assert 1 < noise.growth(200) < 4
+            cyclic(noise, 200)
+
+    def test_is_that_of_the_noise(self):
+        noise = BandedNoise((2.0, 1.0))
+        row = 0.5 * (-0.5) ** np.arange(20)
+        assert noise.growth(20) == pytest.approx(math.sqrt(5) * np.linalg.norm(row))
+        spread = np.std([stream(noise, 1.0, 20, seed=seed)[-1] for seed in range(60)])
+        assert abs(spread / noise.growth(20) - 1) < 0.1
+        assert BandedNoise((1.0,)).growth(5) == 1.0
+
+
+def cyclic(noise, steps):
+    sampling = CyclicPoissonSampling(
+        sampling_prob=0.5, num_groups=8, expected_batch_size=5.0, num_examples=80
+    )
+    return mirrordp.Mechanism(
+        sampling=sampling, l2_clip_norm=1.0, noise_multiplier=2.0, num_steps=steps, noise=noise
+    )
+
+
 BANDED = BandedNoise(COEFFICIENTS)
 
 

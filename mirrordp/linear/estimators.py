@@ -513,6 +513,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             # All of the public rows as well: what was made of them may be the same by chance.
             made = (*map(_parts, public), self._from_public_rows(plan))
             return {
+                checkpoints.REPEATS: str(checkpoint is not None and checkpoint.keep),
                 "estimator": type(self).__name__,
                 **{name: repr(value) for name, value in parameters.items()},
                 **checkpoints.fields("mechanism", mechanism),

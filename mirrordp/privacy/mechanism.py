@@ -24,6 +24,7 @@ from mirrordp.privacy.turns import Turn
 from mirrordp.types import LossFn, PyTree
 
 _LEAST_NOISE = 2.0**-20
+_MOST_GROWTH = 2.0**8
 
 
 @runtime_checkable
@@ -164,6 +165,15 @@ class Mechanism:
             raise accounting.UnsupportedError(
                 f"correlated noise of {bands} bands needs at least {bands} groups, got "
                 f"num_groups={self.sampling.num_groups}. Raise num_groups or use fewer bands."
+            )
+        assert isinstance(self.noise, BandedNoise)
+        growth = self.noise.growth(self.num_steps)
+        if not growth <= _MOST_GROWTH:
+            raise accounting.UnsupportedError(
+                f"the noise of a step must stay within {_MOST_GROWTH:g} times that of an "
+                f"independent one, got {growth:.3g} times within {self.num_steps} steps: its "
+                "numbers could not tell the sums any more. Use BandedNoise.optimal(num_steps, "
+                "num_bands), or coefficients whose polynomial has no root within the unit circle."
             )
 
     @classmethod

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
+from scipy import signal
 
 from mirrordp import _validate
 from mirrordp.privacy._float64 import float64_call
@@ -143,6 +144,19 @@ class BandedNoise:
     def num_bands(self) -> int:
         """The number of bands of C."""
         return len(self.coefficients)
+
+    def growth(self, num_steps: int) -> float:
+        """Returns how many times as large as independent noise that of the last step is.
+
+        It is the norm of the last row of C⁻¹, for columns of C of norm one. Where the polynomial of
+        the coefficients has a root within the unit circle, it grows without bound, until numbers of
+        that size keep no digit of z, on which the guarantee rests.
+        """
+        one = np.zeros(num_steps)
+        one[0] = math.hypot(*self.coefficients)
+        with np.errstate(over="ignore", invalid="ignore"):
+            row = signal.lfilter([1.0], self.coefficients, one)
+            return float(np.linalg.norm(row))
 
     def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
         """The noise multiplier itself: the sum is not altered before the noise."""

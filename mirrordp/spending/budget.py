@@ -179,7 +179,17 @@ class Budget:
                 for order, share in zip(self._orders, shares, strict=True)
             ]
         )
-        self._spent = self._divergences(ledger.event)
+        self._known = self._divergences(ledger.event)
+        self._num_charges = ledger.num_charges
+
+    @property
+    def _spent(self) -> np.ndarray:
+        """The divergence of everything that the ledger holds, at each order."""
+        if self._num_charges != self._ledger.num_charges:
+            # Charged by somebody else who holds the ledger.
+            self._known = self._divergences(self._ledger.event)
+            self._num_charges = self._ledger.num_charges
+        return self._known
 
     @classmethod
     def create(
@@ -651,9 +661,10 @@ class Budget:
         with self._ledger.mutex:
             if not self._fits(cost):
                 self._refuse(cost)
+            spent = self._spent + cost
             self._ledger.charge(event, block=block, further=self._changes())
             self._changed = self._changed_parts = None
-            self._spent = self._spent + cost
+            self._known, self._num_charges = spent, self._ledger.num_charges
 
     def _changes(self) -> dict[str, Any]:
         """Returns the changed data that the budget will be for, if that was acknowledged.

@@ -166,6 +166,7 @@ class FileLedger(Ledger):
         self._path = path
         self._records: list[dict[str, Any]] = []
         self._charged: dict[str, int] = {}
+        self._num_charges = 0
         self._lock = lock
         found = os.stat(path)
         self._file, self._size = _files.identity(found), found.st_size if size is None else size
@@ -307,6 +308,11 @@ class FileLedger(Ledger):
         """All records; the first one describes the ledger."""
         return tuple(self._records)
 
+    @property
+    def num_charges(self) -> int:
+        """The number of records of a charge."""
+        return self._num_charges
+
     def charged_steps(self, run: str) -> int:
         """Returns how many steps of a run have been paid for."""
         return self._charged.get(run, 0)
@@ -413,6 +419,7 @@ class FileLedger(Ledger):
         if record["kind"] != "charge":
             return
         super().charge(event_from_dict(record["event"]))
+        self._num_charges += 1
         if "run" in record:
             self._charged[str(record["run"])] = int(record["stop"])
 

@@ -137,7 +137,12 @@ def _cells(series: Any) -> Cells:
         exact = (math.nan if value is None else float(value) for value in series.to_list())
         return np.fromiter(exact, np.float64, len(series))
     if kind.is_numeric():
-        return np.asarray(series.cast(narwhals.Float64).to_numpy(), np.float64)
+        try:
+            return np.asarray(series.cast(narwhals.Float64).to_numpy(), np.float64)
+        except ValueError:
+            # Arrow refuses to round an integer beyond 2⁵³, and quotes it.
+            cells = series.to_list()
+        return np.array([math.nan if _is_missing(cell) else float(cell) for cell in cells])
     if kind == narwhals.Datetime:
         if kind.time_zone is not None:
             series = series.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
@@ -149,9 +154,13 @@ def _cells(series: Any) -> Cells:
     return tuple(map(_text, series.to_list()))
 
 
+def _is_missing(cell: Any) -> bool:
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType")
+
+
 def _text(cell: Any) -> str:
     """Returns one cell as it would stand in a file; a cell of an unknown type is text."""
-    if cell is None or type(cell).__name__ in ("NAType", "NaTType"):
+    if _is_missing(cell):
         return ""
     if isinstance(cell, str):
         return cell

@@ -139,18 +139,20 @@ class Books:
         budget = self._budget
         if budget is None:
             return
+        # Earlier steps of the mechanism are not part of what is charged here; see `charge`.
+        left = [max(0, count - self._first) for count in num_steps]
         # A request for fewer steps than were charged is refused later, as another run.
         charged = [
-            min(count, max(self._first, self._charged_steps(name)))
-            for name, count in zip(self._names, num_steps, strict=True)
+            min(count, self._charged_steps(name))
+            for name, count in zip(self._names, left, strict=True)
         ]
-        if len(num_steps) == 1:
-            budget.admit(self._mechanism, charged_steps=charged[0], num_steps=num_steps[0])
+        if len(left) == 1:
+            budget.admit(self._mechanism, charged_steps=charged[0], num_steps=left[0])
         elif not any(charged):
-            budget.admit_all(self._mechanism, list(num_steps))
+            budget.admit_all(self._mechanism, left)
         else:
             budget.check_kind(self._mechanism)
-            rest = map(self._mechanism.event_between, charged, num_steps)
+            rest = map(self._mechanism.event_between, charged, left)
             budget.admit_event(dp_accounting.ComposedDpEvent(list(rest)))
         if private is not None:
             budget.check_rows(private)
@@ -257,14 +259,17 @@ class Books:
         The steps may run once this returns. Steps that were charged before a crash are not charged
         again.
         """
-        for name, start, stop in zip(self._names, before, after, strict=True):
-            start, stop = max(int(start), self._charged_steps(name)), int(stop)
+        for name, *steps in zip(self._names, before, after, strict=True):
+            # Counted from where this run begins. Who pays for the steps before it may be another
+            # ledger, and a round of cyclic sampling that began there has not been paid for here.
+            start, stop = (int(step) - self._first for step in steps)
+            start = max(start, self._charged_steps(name))
             if stop > start:
                 event = self._mechanism.event_between(start, stop)
-                block = Block(name, start - self._first, stop - self._first)
-                self._spend.charge(event, block=block)
+                self._spend.charge(event, block=Block(name, start, stop))
                 if not is_silent.get():
-                    _log.info("run %s: charged private steps %d to %d", name, start + 1, stop)
+                    first, last = (step + self._first for step in (start + 1, stop))
+                    _log.info("run %s: charged private steps %d to %d", name, first, last)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint after block number `block` if one is due."""
@@ -367,6 +372,8 @@ class SharedBooks:
         key = self._group.from_first(self._own.key.hex() if self._own.key else None)
         described = dict(configuration(None if key is None else bytes.fromhex(key)))
         records = described.pop(PRIVATE_RECORDS, None)
+        # Processes may differ in their machines, each of which must stay as it is.
+        machines = self._group.gather(described.pop(checkpoints.MACHINE))
         self._group.compare(
             described
             | checkpoints.surroundings(self.seeds)
@@ -377,6 +384,10 @@ class SharedBooks:
                 f"{PRIVATE_RECORDS} of process {number}": found
                 for number, found in enumerate(self._group.gather(records))
             }
+        described |= {
+            f"{checkpoints.MACHINE} of process {number}": found
+            for number, found in enumerate(machines)
+        }
         described[checkpoints.PROCESSES] = str(self._group.count)
         entropies: list[int] = []
         if self._group.is_first:

@@ -26,6 +26,7 @@ import json
 import math
 import operator
 import os
+import platform
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from mirrordp._versions import library_versions
 from mirrordp._warn import warn
 from mirrordp.privacy import _isolation, _jaxprs
 from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.ghost import device_memory
 from mirrordp.privacy.noise import GaussianNoise
 from mirrordp.privacy.sampling import DRAWS
 from mirrordp.spending import files as _files, fingerprint as _fingerprint
@@ -54,11 +56,15 @@ KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
 
-# The first and third are compared only if steps are repeated; the second tells whether they are.
-_PROCESSORS = "number of processors"
 _IS_RARE = "whether steps are shown before they are kept"
+REPEATS = "whether a finished run may be computed again"
+"""The name of whether all of a run is repeated after its result may have been seen."""
+# Compared only if steps are repeated, as are the two below.
+_PROCESSORS = "number of processors"
 PLACEMENT = "devices"
-"""The name of what a configuration says about devices, compared only if steps are repeated."""
+"""The name of what a configuration says about devices."""
+MACHINE = "kind of processor, its memory and settings of the compiler"
+"""The name of what a configuration says about the machine; those of further processes follow."""
 PROCESSES = "number of processes"
 """The name of the number of processes in a configuration; without it, there is one."""
 
@@ -269,6 +275,7 @@ class RunFolder:
             CheckpointError: if anything differs; the message says what.
         """
         described = {
+            MACHINE: machine(sizes_follow_memory=False),
             **configuration,
             **surroundings(seeds),
             "device": f"{jax.devices()[0].platform} {jax.devices()[0].device_kind}",
@@ -299,6 +306,7 @@ class RunFolder:
     def _compare(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
         """Refuses another configuration; rounding matters if steps that were seen run again."""
         replays = self._is_behind or "True" in (then.get(_IS_RARE), now[_IS_RARE])
+        repeats = "True" in (then.get(REPEATS), now.get(REPEATS))
         if replays and not _is_exact():
             raise CheckpointError(
                 f"expected a device that can replay steps to the bit, since the newest checkpoint "
@@ -307,7 +315,10 @@ class RunFolder:
                 "XLA_FLAGS=--xla_gpu_deterministic_ops=true if the run began so, or begin another "
                 "run; what was charged stays charged."
             )
-        left_out = {_IS_RARE} if replays else {_IS_RARE, _PROCESSORS, PLACEMENT}
+        left_out = {_IS_RARE, REPEATS}
+        if not (replays or repeats):
+            machines = {name for name in {**then, **now} if name.startswith(MACHINE)}
+            left_out |= {_PROCESSORS, PLACEMENT} | machines
         then, now = ({k: v for k, v in c.items() if k not in left_out} for c in (then, now))
         _compare(then, now, self.folder)
 
@@ -473,6 +484,39 @@ def _num_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# What a processor is, as Linux describes it; Eigen divides products by the size of caches.
+_OF_A_PROCESSOR = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+)
+_OF_THE_COMPILER = (
+    *("jax_default_matmul_precision", "jax_compiler_enable_remat_pass", "jax_optimization_level"),
+    *("jax_exec_time_optimization_effort", "jax_memory_fitting_effort"),
+)
+
+
+def machine(*, sizes_follow_memory: bool) -> str:
+    """Returns a hash of what decides, beside a program, which instructions it becomes.
+
+    Processors of one platform differ in their instructions, and these in how they round.
+
+    Args:
+        sizes_follow_memory: whether the number of rows that a step takes at a time depends on how
+            much memory there is.
+    """
+    found = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "processor": platform.processor()}
+    found |= {name: str(getattr(jax.config, name, None)) for name in _OF_THE_COMPILER}
+    if sizes_follow_memory:
+        found["memory"] = str(device_memory())
+    about = Path("/proc/cpuinfo")
+    if about.exists():
+        first, *_ = about.read_text(errors="replace").split("\n\n", 1)
+        values = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+        described = {name.strip(): value.strip() for name, value in values.items()}
+        found |= {name: described[name] for name in _OF_A_PROCESSOR if name in described}
+    return _fingerprint.of_text(found)
 
 
 def _noise_program() -> str:

@@ -889,6 +889,10 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
         if placement is None
         else placement.described(plan.params),
         "form of the private data": str(jax.tree.structure(records)),
+        # TrainStep alone has one; that of other steps is decided when they are fitted.
+        checkpoints.MACHINE: checkpoints.machine(
+            sizes_follow_memory=getattr(step, "microbatch_size", 0) is None
+        ),
         **kinds,
     }
     described |= described_chart(step, params, key, [start.params for start in starts])
@@ -920,7 +924,9 @@ def described_chart(
         if chart.prepare is not None:
             state = chart.prepare(state, public_grad)
         centre = None if chart.centre is None else chart.centre(state)
-        return chart.move(state, phi), centre, chart.release(state, phi)
+        # A step takes turns in place of moves.
+        turns = None if chart.turns is None else chart.turns(state)
+        return chart.move(state, phi), centre, chart.release(state, phi), turns
 
     return {
         "chart": checkpoints.program("chart", program, states[0], like, part),

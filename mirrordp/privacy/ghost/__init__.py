@@ -33,6 +33,7 @@ from mirrordp.privacy import clipping
 from mirrordp.privacy.clipping import ClippedGrad, Summed, checked_keys, in_microbatches
 from mirrordp.privacy.ghost import _memory
 from mirrordp.privacy.ghost._explain import ParameterPath as ParameterPath, explain, leaf_names
+from mirrordp.privacy.ghost._memory import device_memory as device_memory
 from mirrordp.privacy.ghost._sum import Split, clipped_sum
 from mirrordp.privacy.ghost._tracing import UnrecognisedError
 from mirrordp.privacy.trainable import Trainable

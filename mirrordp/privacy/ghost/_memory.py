@@ -111,7 +111,11 @@ def _bytes_of(arrays: Sequence[Any]) -> int:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes that programs can use on the default device, or None if it does not say."""
+    """Returns the bytes that programs can use on the default device, or None if it does not say.
+
+    The memory of a computer is rounded down to three binary digits, so that it does not depend on
+    what its kernel keeps for itself: how a step is computed follows from it.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -123,7 +127,9 @@ def device_memory() -> int | None:
         return None
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
-    return min(physical, int(text)) if text.isdigit() else physical
+    found = min(physical, int(text)) if text.isdigit() else physical
+    digits = max(0, found.bit_length() - 3)
+    return found >> digits << digits
 
 
 def fitted(split: Split) -> Split:
