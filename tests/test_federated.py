@@ -14,7 +14,7 @@ import pytest
 
 import mirrordp
 from mirrordp import Adjacency, Mechanism, PoissonSampling, PrivateClients, PublicClients
-from mirrordp.privacy import Accountant, accounting
+from mirrordp.privacy import Accountant, accounting, sampling
 from mirrordp.training import AdaptiveClip, engine, federated
 from mirrordp.training.step import PublicGradient
 from mirrordp.updates import schedules
@@ -630,6 +630,94 @@ class TestNeighbours:
             assert distance[~takes_part].max() <= SLACK
             assert distance.max() <= CLIP + SLACK
 
+    def test_no_user_changes_places_when_another_one_has_other_rows(self):
+        """Passes are [passes, places]; users are drawn, and gaps left, as before."""
+        rng = np.random.default_rng(0)
+        step = federated.FederatedStep(
+            loss_fn=tools.squared_distance,
+            mechanism=mechanism(),
+            client_learning_rate=0.1,
+            users_per_pass=4,
+        )
+        for _ in range(200):
+            sizes = rng.integers(0, BOUND + 1, USERS)
+            batch = rng.permutation(USERS)[: rng.integers(1, USERS + 1)]
+            if rng.random() < 0.5:
+                batch = sampling.in_random_places(batch, 12, rng)
+
+            def places(sizes, batch=batch):
+                lists = [np.zeros((size, 3), np.float32) for size in sizes]
+                rows = sampling.passes(step.ordered(batch, clients(lists)), 4)
+                return rows, {int(user): place for *_, place, user in listed(rows)}
+
+            rows, before = places(sizes)
+            assert sorted(before) == sorted(batch[batch != sampling.PADDING])
+            for column in rows.T:
+                own = [sizes[user] if user >= 0 else -1 for user in column]
+                assert own == sorted(own, reverse=True)
+            sizes[rng.integers(USERS)] = rng.integers(0, BOUND + 1)
+            assert places(sizes)[1] == before
+            if sampling.PADDING in batch:
+                gone = rng.choice(batch[batch != sampling.PADDING])
+                left = np.where(batch == gone, sampling.PADDING, batch)
+                found = places(sizes, left)[1]
+                assert found == {user: at for user, at in before.items() if user != gone}
+
+    def test_scores_that_depend_on_the_place(self, monkeypatch):
+        """A product over all users rounds the last ones differently; rows at a threshold show it.
+
+        Users sorted by size would all move by one place where one user is emptied.
+        """
+        users, columns, per_pass = 301, 300, 9
+        rng = np.random.default_rng(0)
+        w = jnp.asarray(rng.normal(size=(columns, 1)).astype(np.float32))
+        x = rng.normal(size=(users, 1, columns)).astype(np.float32)
+        scores = jax.jit(jax.vmap(lambda rows: (rows @ w)[:, 0]))
+
+        def scores_in(order):
+            found = np.zeros(users, np.float32)
+            padded = np.concatenate([x[order], np.zeros((-users % per_pass, 1, columns), "f4")])
+            found[order] = np.ravel([scores(part) for part in np.split(padded, len(padded) // 9)])[
+                :users
+            ]
+            return found
+
+        here, moved = scores_in(np.arange(users)), scores_in(np.roll(np.arange(users), -1))
+        edges = np.where(here != moved, np.maximum(here, moved), -100).astype(np.float32)
+        signs = np.where(here > moved, 1, -1).astype(np.float32)
+
+        def loss(params, row):
+            is_above = (row["x"] @ params["w"])[0] >= row["edge"]
+            return row["sign"] * params["b"] * jnp.where(is_above, 1.0, -1.0)
+
+        def total(empty):
+            lists = [
+                {"x": x[i, :n], "edge": edges[i : i + n], "sign": signs[i : i + n]}
+                for i, n in enumerate([0 if i == empty else 1 for i in range(users)])
+            ]
+            sampler = mirrordp.privacy.FullBatch(expected_batch_size=1, num_examples=users)
+            step = mirrordp.FederatedStep(
+                loss,
+                mechanism(sampling=sampler, num_steps=1, l2_clip_norm=1.0),
+                mirrordp.training.server_sgd(1.0, 0.0),
+                client_learning_rate=100.0, client_batch_size=1, users_per_pass=per_pass,
+                trainable={"w": False, "b": True},
+            )  # fmt: skip
+            private = PrivateClients.from_users(lists, dtypes=np.float32)
+            state, _ = tools.last(
+                mirrordp.train(step, {"w": w, "b": jnp.zeros([])}, private, seed=0)
+            )
+            return float(state.params["b"])
+
+        assert abs(total(0) - total(None)) <= 1.0
+        if (here != moved).sum() > 10:  # which the compiler decides
+
+            def by_size(self, batch, private):
+                return batch[np.argsort(-np.asarray(private.num_examples)[batch], kind="stable")]
+
+            monkeypatch.setattr(federated.FederatedStep, "ordered", by_size)
+            assert abs(total(0) - total(None)) > 5.0
+
     @pytest.mark.parametrize("seed", [3, 4])
     def test_adaptive_clipping(self, seed):
         """Delta and count together are one contribution of norm at most C."""
@@ -653,6 +741,11 @@ class TestNeighbours:
         assert max(norms) >= CLIP * (1 - 1e-3)
         broken, _ = step.contribution({"w": jnp.array([jnp.nan])}, jnp.float32(1.0))
         assert all((leaf == 0).all() for leaf in jax.tree.leaves(broken))
+
+
+def listed(rows):
+    """The passes as (pass, place, user), without gaps."""
+    return [(*at, rows[at]) for at in np.ndindex(rows.shape) if rows[at] != sampling.PADDING]
 
 
 def uncached(jitted):

@@ -145,7 +145,7 @@ def test_users_one_by_one_withstand_the_attack():
 
 
 def test_a_user_adds_the_same_in_every_place():
-    """Users are sorted by their number of batches, so a user who leaves moves others up."""
+    """Where a product is wide enough; see test_federated.py for one that is not."""
     rng = np.random.default_rng(0)
     examples = {
         "x": rng.normal(size=(7, 5, 6)).astype(np.float32),

@@ -468,13 +468,19 @@ class FederatedStep:
         return self.users_per_pass
 
     def ordered(self, batch: np.ndarray, private: PrivateClients) -> np.ndarray:
-        """Returns the users of a cohort from the largest to the smallest.
+        """Returns the users of a cohort, so that users of one pass have about equally many rows.
 
-        Users with equally many rows lie side by side, so that none waits for a larger one.
+        None then waits for a much larger one. A product over all users of a pass may be rounded
+        differently in each of its places, so no user's place may depend on the rows of another.
+        Hence place j has every `pass_size`-th user as drawn, and these take turns by size.
         """
-        cohort = batch[batch != PADDING]
-        order = np.argsort(-np.asarray(private.num_examples)[cohort], kind="stable")
-        return cohort[order]
+        size = self.pass_size
+        turns = np.full((-(-len(batch) // size), size), PADDING, np.int32)
+        turns.flat[: len(batch)] = batch
+        counts = np.where(turns == PADDING, -1, np.asarray(private.num_examples)[turns])
+        order = np.argsort(-counts, axis=0, kind="stable")
+        cohort = np.take_along_axis(turns, order, axis=0).ravel()
+        return cohort[: 1 + np.max(np.flatnonzero(cohort != PADDING), initial=-1)]
 
     def part(self, records: ClientArrays, numbers: np.ndarray) -> ClientArrays:
         """Returns the users of these numbers, on the host."""
