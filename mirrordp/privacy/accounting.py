@@ -182,7 +182,10 @@ def epsilon(
     accountant: Accountant | None = None,
     orders: Sequence[float] | None = None,
 ) -> Epsilon:
-    """Returns the smallest known ε for which `event` is (ε, δ)-differentially private.
+    """Returns an ε for which `event` is (ε, δ)-differentially private, as one accountant finds it.
+
+    PLD is the tighter analysis with few exceptions: where ε is small after very many steps, its
+    discretisation adds up, and RDP may find less.
 
     Args:
         event: the mechanism, with noise multipliers relative to the clip norm C.
