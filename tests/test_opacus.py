@@ -76,7 +76,7 @@ def network():
 
 def private(
     mode="hooks", *, module=None, data=None, noise=SIGMA, rate=0.5, accountant="prv",
-    engine=None, **options
+    engine=None, batch=BATCH, workers=0, persistent=False, **options
 ):  # fmt: skip
     """A module, optimiser, criterion and loader that Opacus made private, in one namespace."""
     module = network() if module is None else module
@@ -84,10 +84,13 @@ def private(
     made = engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=rate),
-        data_loader=DataLoader(TensorDataset(*(data or rows())), batch_size=BATCH),
+        data_loader=DataLoader(
+            TensorDataset(*(data or rows())), batch_size=batch,
+            num_workers=workers, persistent_workers=persistent,
+        ),
         noise_multiplier=noise,
         **{"max_grad_norm": CLIP, "grad_sample_mode": mode} | options,
-    )
+    )  # fmt: skip
     module, optimizer, *criterion, loader = made
     return types.SimpleNamespace(
         module=module, optimizer=optimizer, loader=loader, engine=engine,
@@ -895,6 +898,462 @@ def test_a_larger_rate_is_charged():
     made.loader.batch_sampler.sample_rate = 0.75
     train(made, 1)
     assert made.optimizer.report(DELTA).sampling_prob == 0.75
+
+
+# Which batch a step belongs to.
+
+
+def one_record(mode="hooks", *, workers=0, count=8, **options):
+    """A run in which every batch has all rows, and one row alone has a gradient, a large one."""
+    x, y = torch.zeros(count, 3), torch.zeros(count).long()
+    x[count // 2, 0] = 100.0
+    module = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(module.weight)
+    settings = {"noise": 1e-9, "rate": 0.0, "batch": count, "workers": workers}
+    return mixed(mode, 1.0, module=module, data=(x, y), **settings, **options)
+
+
+def influence(made):
+    """The norm of the released sum, in clip norms; it is one record's at most."""
+    total = torch.cat([p.grad.flatten() for p in made.optimizer.params]).norm()
+    return float(total) * made.optimizer.expected_batch_size / CLIP
+
+
+def parts_of(made, size=2):
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=size, optimizer=made.optimizer
+    )
+    with manager as loader:
+        yield from loader
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_without_a_step_are_no_credit(workers):
+    made = mixed(workers=workers)
+    batches = iter(made.loader)
+    for _ in range(3):
+        batch = next(batches)
+    for number in range(2):
+        backward(made, batch)
+        made.optimizer.public_step(lambda: public_loss(made))
+        if number == 1:
+            with pytest.raises(RuntimeError, match="a batch of its own"):
+                made.optimizer.step()
+            break
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 1
+
+
+def test_a_batch_is_known_by_its_tensors():
+    made = mixed(alpha=1.0)
+    first, second = list(made.loader)[:2]
+    for batch in (first, second):
+        backward(made, batch)
+        made.optimizer.step()
+    for again in (first, [first[0].clone(), first[1]]):
+        backward(made, again)
+        with pytest.raises(RuntimeError, match="a batch of its own"):
+            made.optimizer.step()
+    # Copies belong to the batch that was yielded last, and the others are gone.
+    made = mixed(alpha=1.0)
+    batches = list(made.loader)
+    backward(made, [t.clone() for t in batches[-1]])
+    made.optimizer.step()
+    backward(made, batches[0])
+    with pytest.raises(RuntimeError, match="a batch of its own"):
+        made.optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("after_step", [True, False])
+def test_a_pass_that_ends_between_parts(mode, workers, after_step):
+    made = one_record(mode, workers=workers)
+    for _ in range(3):
+        for number, batch in enumerate(parts_of(made)):
+            if not after_step and number == 3:
+                break
+            backward(made, batch)
+            made.optimizer.step()
+            if after_step and number == 2:  # the record's part
+                break
+    assert made.optimizer.charged_steps == 0
+    for batch in parts_of(made):
+        backward(made, batch)
+        made.optimizer.step()
+    assert influence(made) == pytest.approx(1, rel=1e-4)
+    assert made.optimizer.charged_steps == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("left_out", [0, 2, 3])
+def test_a_part_without_a_step(mode, workers, left_out):
+    made = one_record(mode, workers=workers)
+    made.loader.batch_sampler.steps = 3
+    found, refused = [], []
+    for number, batch in enumerate(parts_of(made)):
+        if number == left_out:
+            continue  # such as after an error on this part
+        backward(made, batch)
+        before = made.optimizer.charged_steps
+        try:
+            made.optimizer.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+        if made.optimizer.charged_steps > before:
+            found.append(influence(made))
+    assert "Take a step on every part" in refused[0]
+    assert found == pytest.approx([1] * len(found), rel=1e-4)
+    # Four parts each; where the last part is left out, that shows in the next batch only.
+    assert len(found) == (1 if left_out == 3 else 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_and_parts(persistent):
+    made = mixed(workers=2, persistent=persistent)
+    made.loader.batch_sampler.sample_rate = 0.1
+    for _ in range(2):
+        for batch in parts_of(made, 3):
+            backward(made, batch)
+            made.optimizer.public_step(lambda: public_loss(made))
+            made.optimizer.step()
+    train(made, 4)
+    train(made, 4)
+    assert made.optimizer.charged_steps == 16
+
+
+def test_a_pass_inside_a_pass():
+    made = mixed(alpha=1.0)
+    for batch in made.loader:
+        with torch.no_grad():
+            for other in made.loader:
+                made.module(other[0])
+        backward(made, batch)
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 4
+    # A step on a batch of the inner pass, and none on that of the outer one.
+    for _ in made.loader:
+        train(made, 1, public=False)
+    assert made.optimizer.charged_steps == 8
+
+
+def test_loaders_that_cannot_be_followed():
+    made = mixed(alpha=1.0)
+    other = DataLoader(made.loader.dataset, batch_sampler=made.loader.batch_sampler)
+    with pytest.raises(RuntimeError, match="Iterate over that loader itself"):
+        train(made, 1, loader=other, public=False)
+
+
+def test_other_optimizers_split_batches_as_before():
+    torch.manual_seed(4)
+    expected = private(rate=0.1)
+    for batch in parts_of(expected, 3):
+        backward(expected, batch)
+        expected.optimizer.step()
+    torch.manual_seed(4)
+    found, mixing = private(rate=0.1), private()
+    # The loader is that of another optimiser with public gradients.
+    with_public_gradient(mixing.optimizer, mixing.module, found.loader, alpha=0.5)
+    for batch in parts_of(found, 3):
+        backward(found, batch)
+        found.optimizer.step()
+    assert same(params(expected), params(found))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("times", [4, 0.5])
+def test_records_have_one_row_each(mode, times):
+    made = one_record(mode)
+    x, y = next(iter(made.loader))
+    if times == 4:
+        x, y = torch.cat([x] * 4), torch.cat([y] * 4)  # four augmentations
+    else:
+        x, y = x[:4], y[:4]
+    backward(made, (x, y))
+    with pytest.raises(RuntimeError, match=f"of the 8 rows.*of {int(8 * times)} rows"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+def test_random_rows_in_empty_batches():
+    made = mixed(alpha=1.0, rand_on_empty=True, data=(rows()[0], torch.ones(ROWS).long()))
+    made.loader.batch_sampler.sample_rate = 1e-9
+    made.loader.collate_fn([(torch.zeros(3), torch.tensor(1))])
+    train(made, 2, public=False)
+    for _ in in_parts(made, 2):
+        pass
+    assert made.optimizer.charged_steps == 6
+
+
+# What ghost clipping clips.
+
+
+def regression(criterion, targets, *, outputs=1, **options):
+    torch.manual_seed(0)
+    module, (x, _) = nn.Linear(3, outputs), rows()
+    return mixed("ghost", 1.0, module=module, data=(x, targets), criterion=criterion, **options)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "outputs"), [(nn.MSELoss(), 1), (nn.BCEWithLogitsLoss(), 16)]
+)
+def test_losses_that_are_not_one_per_row(criterion, outputs):
+    # Opacus multiplies losses of shape (rows, 1) with coefficients of shape (rows,).
+    made = regression(criterion, torch.ones(ROWS, outputs), outputs=outputs)
+    batch = next(iter(made.loader))
+    with pytest.raises(ValueError, match=r"one loss for each row.*\(rows, 1\)"):
+        backward(made, batch)
+    with pytest.raises(RuntimeError, match="criterion that make_private returned"):
+        made.optimizer.step()
+
+
+def test_fewer_losses_than_rows():
+    made = mixed("ghost", 1.0)
+    x, y = next(iter(made.loader))
+    with pytest.raises(ValueError, match=rf"one loss for each of {len(x)} rows"):
+        made.criterion(made.module(x)[:1], y[:1]).backward()
+    with pytest.raises(RuntimeError, match="criterion that make_private returned"):
+        made.optimizer.step()
+
+
+def test_a_squeezed_regression():
+    made = regression(nn.MSELoss(), torch.ones(ROWS), noise=1e-9)
+    for x, y in made.loader:
+        made.optimizer.zero_grad()
+        (2 * made.criterion(made.module(x).squeeze(1), y) + 1).backward()
+        made.optimizer.step()
+        assert influence(made) <= len(x) * 1.0001
+    assert made.optimizer.charged_steps == 4
+
+
+def test_a_plain_loss_is_not_clipped():
+    made = mixed("ghost", 1.0)
+    x, y = next(iter(made.loader))
+    F.cross_entropy(made.module(x), y).backward()
+    with pytest.raises(RuntimeError, match="criterion that make_private returned"):
+        made.optimizer.step()
+    # Nor is one that adds to the clipped gradient.
+    backward(made, (x, y))
+    with made.optimizer.public_pass():
+        F.cross_entropy(made.module(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradients that ghost clipping computed"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+class Failing(nn.Module):
+    """A linear layer whose n-th backward pass fails."""
+
+    def __init__(self, fails_at):
+        super().__init__()
+        self.linear, self.passes, self.fails_at = nn.Linear(3, 2), 0, fails_at
+
+    def forward(self, x):
+        out = self.linear(x)
+        if out.requires_grad:
+            out.register_hook(self.count)
+        return out
+
+    def count(self, gradient):
+        self.passes += 1
+        if self.passes == self.fails_at:
+            raise MemoryError
+        return gradient
+
+
+@pytest.mark.parametrize("fails_at", [3, 4])
+def test_a_failed_backward_pass_leaves_no_gradient(fails_at):
+    made = mixed("ghost", 1.0, module=Failing(fails_at))
+    for number, batch in enumerate(made.loader):
+        if number == 1:
+            with pytest.raises(MemoryError):
+                backward(made, batch)
+            assert made.module.hooks_enabled
+            with pytest.raises(RuntimeError, match="backward pass with ghost clipping"):
+                made.optimizer.step()
+            # The same batch again is fine.
+        backward(made, batch)
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 4
+
+
+class Decoder(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.decode = Decoder(self.embed.weight)
+
+    def forward(self, x):
+        return self.decode(self.embed(x).mean(1))
+
+
+class TiedInForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        return F.linear(self.embed(x).mean(1), self.embed.weight)
+
+
+class TiedByClosure(nn.Module):
+    """The second layer uses the weight of the first one, which is not among its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(5, 3), Decoder(nn.Parameter(torch.ones(5, 3)))
+        weight = self.embed.weight
+        self.scale.forward = lambda x: F.linear(x, self.scale.weight * weight)
+
+    def forward(self, x):
+        return self.scale(self.embed(x).mean(1))
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randint(0, 5, shape, generator=generator) for shape in ((ROWS, 3), (ROWS,)))
+
+
+def test_tied_weights():
+    with pytest.raises(ValueError, match=r"embed.weight in several.*'hooks'"):
+        mixed("ghost", module=Tied(), data=tokens())
+    for module in (TiedInForward(), TiedByClosure()):
+        made = mixed("ghost", 1.0, module=module, data=tokens())
+        with pytest.raises(ValueError, match=r"parameter embed.weight only by the layer"):
+            backward(made, next(iter(made.loader)))
+    made = mixed("hooks", 1.0, module=Tied(), data=tokens(), noise=1e-9)
+    train(made, 4, public=False)
+    assert made.optimizer.charged_steps == 4
+
+
+def test_a_penalty_in_the_loss():
+    made = mixed("ghost", 1.0)
+    x, y = next(iter(made.loader))
+    penalty = sum(p.pow(2).sum() for p in made.module.parameters())
+    loss = made.criterion(made.module(x), y) + 0.1 * penalty
+    with pytest.raises(ValueError, match=r"penalty.*weight_decay"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="backward pass with ghost clipping"):
+        made.optimizer.step()
+    train(made, 4, public=False)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("names", [["weight"], ["weight", "bias"]])
+def test_parameters_that_are_unfrozen(mode, names):
+    module = network()
+    frozen = [getattr(module[0], name) for name in names]
+    for param in frozen:
+        param.requires_grad_(False)
+    made = mixed(mode, 1.0, module=module)
+    count = len(made.optimizer.params)
+    train(made, 1, public=False)
+    for param in frozen:
+        param.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"others besides: 0\.weight"):
+        train(made, 1, public=False)
+    for param in frozen:
+        param.requires_grad_(False)
+    train(made, 1, public=False)
+    module[2].bias.requires_grad_(False)
+    if mode == "ghost":
+        with pytest.raises(RuntimeError, match=f"got {count - 1} of {count}"):
+            train(made, 1, public=False)
+    else:
+        train(made, 1, public=False)
+
+
+def test_parameters_that_ghost_clipping_does_not_know():
+    module = network()
+    module[0].requires_grad_(False)
+    made = private("ghost", module=module)
+    module[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="the 2 parameters that ghost clipping takes norms over"):
+        mixed(made=made)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parameters_that_a_loss_leaves_out(mode):
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    made = mixed(mode, 1.0, module=Skips(nn.Linear(3, 2), nn.Linear(2, 2)))
+
+    def run():
+        for batch in made.loader:
+            backward(made, batch)
+            made.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"1\.weight, 1\.bias"):
+        run()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_two_steps_on_one_part(mode):
+    made = one_record(mode)
+    for batch in parts_of(made, 4):
+        backward(made, batch)
+        made.optimizer.step()
+        with pytest.raises(RuntimeError, match=r"backward pass with ghost|batch of its own"):
+            made.optimizer.step()
+    assert made.optimizer.charged_steps == 1
+    assert influence(made) == pytest.approx(1, rel=1e-4)
+
+
+def test_a_sum_that_is_too_large(monkeypatch):
+    made = one_record("ghost")
+    # As if Opacus had computed other norms.
+    monkeypatch.setattr(made.module, "get_clipping_coef", lambda: torch.ones(8))
+    backward(made, next(iter(made.loader)))
+    with pytest.raises(RuntimeError, match=r"got one of norm 70\.7"):
+        made.optimizer.step()
+
+
+def test_the_clip_norm_of_the_backward_pass_is_charged():
+    made = mixed("ghost", 1.0)
+    made.module.max_grad_norm = 2 * CLIP
+    backward(made, next(iter(made.loader)))
+    made.module.max_grad_norm = CLIP
+    made.optimizer.step()
+    assert last_sigma(made) == pytest.approx(SIGMA / 2)
+
+
+@pytest.mark.parametrize("make", [ConvNet, Recurrent, Transformer])
+def test_ghost_clipping_computes_the_sums_of_hooks(make):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(0, 5, (ROWS, 6), generator=generator)
+    if make is ConvNet:
+        x = torch.randn(ROWS, 1, 6, 6, generator=generator)
+    data = x, torch.randint(0, 2, (ROWS,), generator=generator)
+
+    def run(mode):
+        torch.manual_seed(1)
+        made = mixed(mode, 1.0, module=make(), data=data, noise=0.0)
+        return train(made, 4, public=False)
+
+    for a, b in zip(run("hooks"), run("ghost"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_optimizers_clip_as_before():
+    made = private("ghost")
+    train(made, 2, public=False)
+    assert all(p.grad is not None for p in made.optimizer.params)
 
 
 # Resuming.

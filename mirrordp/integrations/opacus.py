@@ -19,6 +19,7 @@ number as add-remove.
 `warm_start` pre-trains a module on public rows.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -28,7 +29,7 @@ import inspect
 import math
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import dp_accounting
@@ -38,7 +39,12 @@ try:
     import torch
     from opacus.accountants.accountant import IAccountant
     from opacus.data_loader import DPDataLoader
-    from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
+    from opacus.grad_sample import (
+        AbstractGradSampleModule,
+        GradSampleHooks,
+        GradSampleHooksFastGradientClipping,
+    )
+    from opacus.layers.dp_rnn import DPRNNBase
     from opacus.optimizers import (
         AdaClipDPOptimizer,
         DistributedDPOptimizer,
@@ -47,6 +53,7 @@ try:
         DPOptimizerFastGradientClipping,
         DPPerLayerOptimizer,
     )
+    from opacus.utils import batch_memory_manager
     from opacus.utils.batch_memory_manager import BatchSplittingSampler
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
     from opacus.utils.uniform_sampler import (
@@ -54,6 +61,7 @@ try:
         UniformWithReplacementSampler,
     )
     from torch.utils import _pytree
+    from torch.utils.weak import WeakTensorKeyDictionary
 except ImportError as error:
     raise ImportError(
         "mirrordp.integrations.opacus needs PyTorch and Opacus 1.6 or newer. Install them: "
@@ -87,87 +95,214 @@ _OPTIMIZERS = (
 _SAVED = "mirrordp"
 
 
-class _Draws:
-    """The Poisson batches that were drawn from a loader, and how many steps have used them.
+class _Part(NamedTuple):
+    """A Poisson batch as a loader yields it, or a part of one that BatchMemoryManager made.
 
-    Two steps on one batch would be charged as two independent samples, which cost less. Hence all
-    optimisers over a loader share this count, and no step may use a batch that has been used.
+    Attributes:
+        batch: the number of the batch.
+        position: the number of the part within the batch, from 0.
+        rows: the number of rows that the model should be given.
+        is_last: whether the batch ends with this part.
+        number: counts what loaders have yielded, from 1.
     """
 
-    def __init__(self) -> None:
-        self.drawn = self.used = self.split = 0
+    batch: int
+    position: int
+    rows: int
+    is_last: bool = True
+    number: int = 0
+
+
+class _Draws:
+    """The Poisson batches that were drawn from a loader, and which of them steps have used.
+
+    Two steps on one batch would be charged as two independent samples, which cost less. Hence all
+    optimisers over a loader share this object, and no step may use a batch that has been used.
+
+    A step belongs to the batch whose tensors were passed to the model, or else to the batch that
+    was yielded last, because most programs move or augment their batches first. Steps follow the
+    order of the batches, and what was passed over is gone.
+    """
+
+    def __init__(self, rows_if_empty: int) -> None:
+        self.batches = self.yielded = 0
         self.largest_rate = 0.0
+        self.latest: _Part | None = None
+        self.optimizers: weakref.WeakSet[PublicGradientOptimizer] = weakref.WeakSet()
+        # Drawn in the pass that begins, but not yet yielded: workers fetch batches in advance.
+        self.waiting: collections.deque[_Part] = collections.deque()
+        self._rows_if_empty = rows_if_empty
+        self._marks = WeakTensorKeyDictionary()
+        # The last part that a step used, and the last one that had been yielded by that time.
+        self._used = self._seen = 0
 
-    def begin_pass(self) -> None:
-        """Notes that the loader starts again; batches left over from earlier passes are gone."""
-        self.used = self.split = self.drawn
+    def record(self, batches: Iterable[Any], sampler: Any) -> Iterator[Any]:
+        """Returns the batches of a sampler, each of which is noted when it is drawn."""
+        waiting = self.waiting
 
-    def draw(self, rate: float) -> None:
-        """Notes a batch."""
-        self.drawn += 1
-        self.largest_rate = max(self.largest_rate, rate)
-
-    def use(self) -> None:
-        """Notes a step; raises if there is no batch for it."""
-        if self.used >= self.drawn:
-            raise RuntimeError(
-                "expected a step on a batch of its own, got one without a new batch from the "
-                "private loader given to with_public_gradient. Iterate over that loader and take "
-                "one step on each of its batches: two steps on one batch cost more than two steps "
-                "on two."
-            )
-        self.used += 1
-
-    def check_part(self) -> None:
-        """Raises unless a part of a batch can be one that BatchMemoryManager made.
-
-        It announces the last part of each batch, and at most one batch is being split at a time.
-        """
-        if self.split < self.drawn - 1:
-            raise RuntimeError(
-                "expected the parts of one Poisson batch before each step, got several batches, in "
-                "which a record may appear more than once. Iterate over the loader of "
-                "BatchMemoryManager, and leave signal_skip_step to it."
-            )
-
-
-def _counted(kind: type) -> type:
-    """Returns a class of Opacus' samplers whose objects count their batches in `draws`."""
-
-    class Counted(kind):
-        def __iter__(self) -> Iterator[Any]:
-            self.draws.begin_pass()
-            for batch in super().__iter__():
-                self.draws.draw(float(self.sample_rate))
+        def recorded() -> Iterator[Any]:
+            for batch in batches:
+                self.batches += 1
+                self.largest_rate = max(self.largest_rate, float(sampler.sample_rate))
+                waiting.append(_Part(self.batches, 0, len(batch) or self._rows_if_empty))
                 yield batch
 
-    return Counted
+        return recorded()
+
+    def split(self, sampler: Iterable[Any], max_rows: int) -> Iterator[list[int]]:
+        """Returns the parts of a sampler's batches, as Opacus divides them."""
+        waiting, batches = self.waiting, iter(sampler)
+
+        def parted() -> Iterator[list[int]]:
+            for batch in batches:
+                whole = waiting.pop()
+                parts = np.array_split(batch, max(1, math.ceil(len(batch) / max_rows)))
+                for position, part in enumerate(parts):
+                    rows = len(part) or self._rows_if_empty
+                    waiting.append(_Part(whole.batch, position, rows, position == len(parts) - 1))
+                    yield part.tolist()
+
+        return parted()
+
+    def follow(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begins a pass; returns its batches, whose tensors are marked when they are yielded."""
+        for optimizer in self.optimizers:
+            optimizer.drop_parts()
+        waiting = self.waiting = collections.deque()
+        batches = begin()
+        # What else iterates over the sampler, and is not followed, must not mix with this pass.
+        self.waiting = collections.deque()
+
+        def followed() -> Iterator[Any]:
+            for batch in batches:
+                if not waiting:
+                    raise RuntimeError(
+                        "expected one pass over the private loader at a time, got another one "
+                        "from the same workers. Complete a pass before you begin the next one."
+                    )
+                self.yielded += 1
+                self.latest = waiting.popleft()._replace(number=self.yielded)
+                for leaf in _pytree.tree_leaves(batch):
+                    if isinstance(leaf, torch.Tensor):
+                        self._marks[leaf] = self.latest
+                yield batch
+
+        return followed()
+
+    def marked(self, inputs: Any) -> _Part | None:
+        """Returns the part that tensors belong to, if they are just as they were yielded."""
+        leaves = _pytree.tree_leaves(inputs)
+        found = [self._marks.get(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return max((part for part in found if part), key=lambda part: part.number, default=None)
+
+    def use(self, marked: _Part | None) -> _Part:
+        """Notes a step on the part that the model's inputs belong to, or on the latest one.
+
+        Raises:
+            RuntimeError: if it has been used, or was passed over.
+        """
+        part, newest = marked or self.latest, self._used if marked else self._seen
+        if part is None or self.latest is None or part.number <= newest:
+            raise RuntimeError(
+                "expected a step on a batch of its own, got one without a new batch from the "
+                "private loader given to with_public_gradient. Iterate over that loader itself "
+                "and take one step on each of its batches, in their order, before you fetch the "
+                "next one: two steps on one batch cost more than two steps on two."
+            )
+        self._used, self._seen = part.number, self.latest.number
+        return part
 
 
-_COUNTED = {
-    kind: _counted(kind)
+def _recording(kind: type) -> type:
+    """Returns a class of Opacus' samplers whose objects note their batches in `draws`."""
+
+    class Recording(kind):
+        def __iter__(self) -> Iterator[Any]:
+            return self.draws.record(super().__iter__(), self)
+
+    return Recording
+
+
+_RECORDING = {
+    kind: _recording(kind)
     for kind in (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 }
 
 
-def _count_draws(loader: torch.utils.data.DataLoader) -> tuple[_Draws, int]:
-    """Makes the sampler of a loader count its batches; returns the count and the number of rows."""
+class _Splitting(BatchSplittingSampler):
+    """BatchMemoryManager's sampler, which tells our optimisers about parts by their `_Part`.
+
+    Opacus keeps a queue of announcements instead, one for each part that was drawn. It shifts when
+    the training loop leaves out a part, and outlives the pass.
+    """
+
+    sampler: Any
+
+    def __iter__(self) -> Any:
+        if not self.is_followed:
+            return super().__iter__()
+        return self.sampler.draws.split(self.sampler, self.max_batch_size)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether an optimiser with public gradients takes the steps."""
+        is_recording = type(self.sampler) in _RECORDING.values()
+        return is_recording and isinstance(self.optimizer, PublicGradientOptimizer)
+
+
+class _FollowedLoader(torch.utils.data.DataLoader):
+    """A loader that says which batch it yields, to the draws of its sampler."""
+
+    def __iter__(self) -> Any:
+        sampler: Any = self.batch_sampler
+        if isinstance(sampler, _Splitting):
+            if not sampler.is_followed:
+                return super().__iter__()
+            sampler = sampler.sampler
+        return sampler.draws.follow(super().__iter__)
+
+
+def _follow(loader: torch.utils.data.DataLoader) -> torch.utils.data.DataLoader:
+    """Makes a loader say which batch it yields; the object stays the same."""
+    sampler: Any = loader.batch_sampler
+    if isinstance(sampler, BatchSplittingSampler):
+        sampler.__class__ = _Splitting
+    if not isinstance(loader, _FollowedLoader):
+        kind = type(loader)
+        loader.__class__ = type(kind.__name__, (_FollowedLoader, kind), {})
+    return loader
+
+
+@functools.wraps(batch_memory_manager.wrap_data_loader)
+def _wrap_data_loader(**options: Any) -> torch.utils.data.DataLoader:
+    return _follow(_opacus_wrap_data_loader(**options))
+
+
+# BatchMemoryManager makes its loader with this function, and offers no other place to learn which
+# part the training loop has received. For other optimisers the loader does what it did.
+_opacus_wrap_data_loader = batch_memory_manager.wrap_data_loader
+batch_memory_manager.wrap_data_loader = _wrap_data_loader
+
+
+def _draws_of(loader: torch.utils.data.DataLoader) -> tuple[_Draws, int]:
+    """Makes a loader say which batch it yields; returns its draws and the number of rows."""
     _validate.instance_of(
         torch.utils.data.DataLoader, "Pass the loader that make_private returned.", loader=loader
     )
     sampler: Any = loader.batch_sampler
     if isinstance(sampler, BatchSplittingSampler):
         sampler = sampler.sampler
-    if type(sampler) in _COUNTED:
-        # The object stays the same, since BatchMemoryManager and running iterators hold it.
-        sampler.__class__ = _COUNTED[type(sampler)]
-        sampler.draws = _Draws()
-    if type(sampler) not in _COUNTED.values():
+    if type(sampler) in _RECORDING:
+        # The object stays the same, since BatchMemoryManager may hold it.
+        sampler.__class__ = _RECORDING[type(sampler)]
+        sampler.draws = _Draws(int(getattr(loader.collate_fn, "rand_on_empty", False)))
+    if type(sampler) not in _RECORDING.values():
         raise ValueError(
             f"expected a loader with Poisson sampling, which epsilon is computed for, got one "
             f"with {type(sampler).__name__}. Use the loader that PrivacyEngine.make_private "
             "returns with poisson_sampling=True, its default."
         )
+    _follow(loader)
     rows = getattr(sampler, "total_size", None) or sampler.num_samples
     return sampler.draws, int(rows)
 
@@ -254,7 +389,6 @@ class _Books:
     def charge_step(self, noise_multiplier: float) -> None:
         """Charges a step, which may be taken once this returns."""
         self.reconcile()
-        self.draws.use()
         self._charge(Charge(noise_multiplier, self.sampling_prob, 1))
 
     def reconcile(self) -> None:
@@ -351,6 +485,54 @@ def _worst(charges: Sequence[Charge]) -> tuple[float, float]:
     return min(c.noise_multiplier for c in charges), max(c.sampling_prob for c in charges)
 
 
+class _Clipped(NamedTuple):
+    """What a backward pass of ghost clipping left in `p.grad`; good for one step.
+
+    Attributes:
+        rows: the number of rows that were clipped.
+        clip_norm: the norm that they were clipped to.
+        grads: the gradients, and how often each had been changed by then.
+    """
+
+    rows: int
+    clip_norm: float
+    grads: list[tuple[torch.Tensor | None, int]]
+
+
+class _Layer(NamedTuple):
+    """A call of a layer in the graph of a loss: the part whose gradient Opacus' hooks see.
+
+    Attributes:
+        inputs: the graph nodes where the part ends.
+        owned: the ids of the layer's parameters.
+    """
+
+    inputs: set[Any]
+    owned: set[int]
+
+
+def _nodes(tensors: Any) -> list[Any]:
+    """Returns the graph nodes of the tensors in a tree."""
+    leaves = _pytree.tree_leaves(tensors)
+    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [node for node in nodes if node is not None]
+
+
+def _walk(nodes: Iterable[Any], skip: Callable[[Any], Iterable[Any] | None]) -> Iterator[Any]:
+    """Yields the graph nodes behind some nodes; goes on where `skip` says, unless it says None."""
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        beyond = skip(node)
+        if beyond is None:
+            yield node
+            beyond = [following for following, _ in node.next_functions]
+        waiting += beyond
+
+
 @dataclasses.dataclass
 class _Mixing:
     """The state of a `PublicGradientOptimizer`.
@@ -365,12 +547,17 @@ class _Mixing:
         books: what was charged.
         step: the number of steps taken, virtual ones not counted.
         public_grad: the public gradient of the next step, one tensor per parameter, or None.
+        marked: the part that the inputs of the last private forward pass belong to, if known.
+        accumulated: the last part in the sum of the next step's batch, or None.
         is_split: whether a part of the next step's batch was accumulated since `public_step`.
         clip_norm: the largest clip norm of the parts of the next step's batch.
         may_step: whether the optimiser under Opacus' may be stepped, which is so after the noise.
         forwards: for each forward pass of the module that Opacus keeps activations of, the graph
             nodes of its output.
         kept: the number of activations that Opacus kept after the last of them.
+        trained: the parameters that Opacus clips the gradients of.
+        clipped: with ghost clipping, what the last backward pass left; None once it is used.
+        layers: with ghost clipping, the calls of layers by the graph nodes of their outputs.
     """
 
     hooks: GradSampleHooks
@@ -382,11 +569,16 @@ class _Mixing:
     books: _Books
     step: int = 0
     public_grad: list[torch.Tensor | None] | None = None
+    marked: _Part | None = None
+    accumulated: _Part | None = None
     is_split: bool = False
     clip_norm: float = 0.0
     may_step: bool = False
     forwards: list[list[Any]] = dataclasses.field(default_factory=list)
     kept: int = 0
+    trained: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
+    clipped: _Clipped | None = None
+    layers: dict[Any, _Layer] = dataclasses.field(default_factory=dict)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -398,20 +590,67 @@ class _Mixing:
         """How many activations Opacus keeps for backward passes to come."""
         return sum(len(getattr(module, "activations", ())) for module in self.module.modules())
 
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def is_private(self, module: torch.nn.Module) -> bool:
+        """Whether Opacus' hooks note a forward pass of a module."""
+        return self.hooks.hooks_enabled and module.training and torch.is_grad_enabled()
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any, options: Any) -> None:
         """Forgets forward passes that backward passes have followed; a hook of the module."""
-        del module, inputs
         if self.num_activations == 0:
             self.forwards.clear()
+            self.layers.clear()
+        if self.is_private(module):
+            self.marked = self.books.draws.marked((inputs, options))
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Notes a forward pass in which Opacus kept activations; a hook of the module."""
         del inputs
-        if self.hooks.hooks_enabled and module.training and torch.is_grad_enabled():
-            leaves = _pytree.tree_leaves(output)
-            nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self.forwards.append([node for node in nodes if node is not None])
+        if self.is_private(module):
+            self.forwards.append(_nodes(output))
             self.kept = self.num_activations
+
+    def after_layer(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Notes the call of a layer that ghost clipping takes norms of; a hook of the layer."""
+        if self.is_private(layer):
+            call = _Layer(set(_nodes(inputs)), {id(param) for param in layer.parameters()})
+            self.layers.update(dict.fromkeys(_nodes(output), call))
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Returns the name of a parameter."""
+        named = self.module.named_parameters()
+        return next((name for name, each in named if each is param), "unknown")
+
+    def check_graph(self, losses: torch.Tensor) -> None:
+        """Raises if a loss depends on parameters by a way that Opacus' hooks do not see.
+
+        Ghost clipping takes norms from the hooks, and the sum from automatic differentiation.
+        """
+        calls: list[tuple[Any, _Layer]] = []
+
+        def beyond(node: Any) -> Iterable[Any] | None:
+            call = self.layers.get(node)
+            if call is None:
+                return None
+            calls.append((node, call))
+            return [following for each in call.inputs for following, _ in each.next_functions]
+
+        trained = {id(param) for param in self.trained}
+        for node in _walk(_nodes(losses), beyond):
+            self._refuse_param(node, trained)
+        for first, call in calls:
+            inside = _walk([first], lambda node, call=call: () if node in call.inputs else None)
+            for node in inside:
+                self._refuse_param(node, trained - call.owned)
+
+    def _refuse_param(self, node: Any, refused: set[int]) -> None:
+        param = getattr(node, "variable", None)
+        if param is not None and id(param) in refused:
+            raise ValueError(
+                f"expected a loss that depends on the parameter {self.name_of(param)} only by the "
+                "layer that owns it, got one that uses it elsewhere too, such as in a penalty "
+                "that was added to the loss. Ghost clipping does not clip that part. Use the "
+                "optimiser's weight_decay instead of a penalty, or grad_sample_mode='hooks'."
+            )
 
     def forget_activations(self) -> None:
         """Undoes what forward passes left for Opacus' backward hooks."""
@@ -423,13 +662,16 @@ class _Mixing:
         for param in self.module.parameters():
             if hasattr(param, "_forward_counter"):
                 param._forward_counter = 0  # pyright: ignore[reportAttributeAccessIssue]
+            if hasattr(param, "_current_grad_sample"):
+                del param._current_grad_sample  # pyright: ignore[reportAttributeAccessIssue]
         self.forwards.clear()
+        self.layers.clear()
         self.kept = 0
 
     def next_step(self) -> None:
         """Notes that a step was taken."""
         self.step += 1
-        self.public_grad, self.is_split, self.clip_norm = None, False, 0.0
+        self.public_grad, self.accumulated, self.is_split, self.clip_norm = None, None, False, 0.0
         self.forwards.clear()
 
 
@@ -557,17 +799,36 @@ class PublicGradientOptimizer(DPOptimizer):
             )
         return self._mixing.alphas(step)
 
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Is told by BatchMemoryManager whether the next part of a batch is not its last."""
-        if not do_skip:
-            self._mixing.books.draws.split += 1
-        super().signal_skip_step(do_skip)
+    def signal_skip_step(self, do_skip: bool = True) -> NoReturn:
+        """Refuses to accumulate batches; the loader of BatchMemoryManager announces its parts."""
+        raise RuntimeError(
+            f"expected no signal_skip_step, got signal_skip_step({do_skip}): a record may appear "
+            "more than once in several batches. To accumulate the parts of one batch, iterate over "
+            "the loader of opacus.utils.batch_memory_manager.BatchMemoryManager, which was made "
+            "after mirrordp.integrations.opacus was imported."
+        )
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Returns whether the batch of this step has further parts; read by Opacus' `pre_step`."""
+        del pop_next
+        part = self._mixing.marked or self._mixing.books.draws.latest
+        return part is not None and not part.is_last
+
+    def drop_parts(self) -> None:
+        """Forgets the accumulated parts of a batch that will not be completed."""
+        mixing = self._mixing
+        if mixing.is_split:
+            mixing.public_grad = None
+        mixing.accumulated, mixing.is_split, mixing.clip_norm = None, False, 0.0
+        self._is_last_step_skipped = False
+        for param in self.params:
+            param.summed_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Does what Opacus does before the optimiser under it steps, and mixes the gradients."""
         del closure
         mixing, alpha = self._mixing, self._alpha()
-        is_part = bool(self._check_skip_next_step(pop_next=False))
+        is_part = self._check_skip_next_step()
         if alpha < 1 and mixing.public_grad is None and not is_part:
             raise RuntimeError(
                 f"expected a public gradient for step {mixing.step}, where alpha is {alpha:.4g}, "
@@ -576,7 +837,7 @@ class PublicGradientOptimizer(DPOptimizer):
         if alpha == 0:
             self._discard(is_part)
         else:
-            self._check_part(is_part)
+            self._check_part()
             if not super().pre_step():
                 mixing.is_split = True
                 return False
@@ -594,17 +855,16 @@ class PublicGradientOptimizer(DPOptimizer):
 
     def _discard(self, is_part: bool) -> None:
         """Drops the private gradient of a batch or of a part of one."""
-        self._check_skip_next_step()
         self._is_last_step_skipped = is_part
         for param in self.params:
             param.grad_sample = param.summed_grad = None  # pyright: ignore
             param.grad = torch.zeros_like(param)
 
-    def _check_part(self, is_part: bool) -> None:
+    def _check_part(self) -> None:
         """Refuses what one clip norm does not bound, and notes the clip norm of a part."""
         mixing = self._mixing
-        if is_part:
-            mixing.books.draws.check_part()
+        self._check_trained()
+        self._check_present()
         if self.accumulated_iterations != 1:
             raise RuntimeError(
                 "expected one Poisson batch for each step, got several accumulated ones, in which "
@@ -612,12 +872,168 @@ class PublicGradientOptimizer(DPOptimizer):
             )
         if hasattr(self, "_adjusted_noise_multiplier"):
             _refuse_adaptive_clipping()
+        part, before = mixing.books.draws.use(mixing.marked), mixing.accumulated
+        self._check_order(part, before)
+        self._check_rows(part)
+        if mixing.clipped is not None:
+            self._check_clipped(mixing.clipped)
+        mixing.accumulated = part
         mixing.clip_norm = max(mixing.clip_norm, self._clip_norm())
+        mixing.clipped = None
+
+    @property
+    def _is_ghost(self) -> bool:
+        return isinstance(self, DPOptimizerFastGradientClipping)
+
+    def _names(self, params: Iterable[torch.Tensor]) -> str:
+        return ", ".join(self._mixing.name_of(param) for param in params)
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Checks before Opacus' hooks fail on a parameter that is new to them; a hook."""
+        del inputs
+        if self._mixing.is_private(module):
+            self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Refuses parameters whose gradients Opacus does not clip."""
+        trained = {id(param) for param in self._mixing.trained}
+        added = [param for param in self.params if id(param) not in trained]
+        if added:
+            raise RuntimeError(
+                "expected the parameters that were trainable when the model was made private, got "
+                f"others besides: {self._names(added)}. Opacus does not clip their gradients. "
+                "Set requires_grad before make_private, and call make_private anew to unfreeze."
+            )
+        if self._is_ghost and len(self.params) < len(trained):
+            raise RuntimeError(
+                "expected all parameters that were trainable when the model was made private, got "
+                f"{len(self.params)} of {len(trained)}. Ghost clipping takes norms over all of "
+                "them. Call make_private anew after you freeze parameters."
+            )
+
+    def _check_present(self) -> None:
+        """Refuses a step without the gradients of a backward pass."""
+        if self._is_ghost:
+            if self._mixing.clipped is None:
+                raise RuntimeError(
+                    "expected a backward pass with ghost clipping before each step and each part, "
+                    "got none since the last one. Compute the loss with the criterion that "
+                    "make_private returned, call backward() on it, and then step() once: other "
+                    "losses are not clipped."
+                )
+            return
+        missing = [param for param in self.params if getattr(param, "grad_sample", None) is None]
+        if missing:
+            raise RuntimeError(
+                "expected the gradients of each row for all parameters, got none for "
+                f"{self._names(missing)}. Call backward() before each step on a loss that depends "
+                "on all of them; freeze parameters that the model does not use before make_private."
+            )
+
+    def clipped_backward(self, loss: DPTensorFastGradientClipping) -> None:
+        """Takes Opacus' two passes of ghost clipping, and checks that they clip what they should.
+
+        The first pass finds the norm of each row's gradient, from which Opacus computes a
+        coefficient c_i for each row. The second pass adds up c_i ∇ℓ_i into `p.grad`.
+        """
+        mixing, losses = self._mixing, loss.loss_per_sample
+        hooks = cast(GradSampleHooksFastGradientClipping, mixing.hooks)
+        mixing.clipped = None
+        self._check_trained()
+        if loss.module is not hooks or not hooks.hooks_enabled:
+            raise RuntimeError(
+                "expected a private loss of the module that was given to with_public_gradient, "
+                "got one of another module or one inside public_pass(). Use the module and the "
+                "criterion of the same make_private call."
+            )
+        try:
+            _check_one_per_row(losses, None)
+            mixing.check_graph(losses)
+            for param in self.params:
+                param._norm_sample = None  # pyright: ignore[reportAttributeAccessIssue]
+            reduce = torch.mean if loss.loss_reduction == "mean" else torch.sum
+            reduce(losses, dim=0).backward(retain_graph=True)
+            self.zero_grad()
+            unknown = [p for p in self.params if p._norm_sample is None]  # pyright: ignore
+            if unknown:
+                raise RuntimeError(
+                    "expected a loss that depends on all trainable parameters by forward passes "
+                    f"in training mode, got one that does not on {self._names(unknown)}. Freeze "
+                    "parameters that the model does not use before make_private."
+                )
+            coefficients = hooks.get_clipping_coef().to(losses.device)
+            _check_one_per_row(losses, len(coefficients))
+            hooks.disable_hooks()
+            torch.sum(coefficients * losses).backward()
+        except BaseException:
+            mixing.forget_activations()
+            raise
+        finally:
+            hooks.enable_hooks()
+        mixing.layers.clear()
+        grads = [(param.grad, _version(param.grad)) for param in self.params]
+        mixing.clipped = _Clipped(len(losses), float(hooks.max_grad_norm), grads)
+
+    def _check_clipped(self, clipped: _Clipped) -> None:
+        """Refuses gradients that are not those which ghost clipping left."""
+        found = [(param.grad, _version(param.grad)) for param in self.params]
+        same = zip(found, clipped.grads, strict=True)
+        if any(new[0] is not old[0] or new[1] != old[1] for new, old in same):
+            self.drop_parts()
+            raise RuntimeError(
+                "expected the gradients that ghost clipping computed, got others. Between "
+                "backward() and step(), leave p.grad as it is, and call no backward() of another "
+                "loss: its gradient would not be clipped."
+            )
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(grad.float()) for grad, _ in found])  # pyright: ignore
+        )
+        bound = clipped.rows * clipped.clip_norm
+        # Half precision and TF32 compute the norms of rows to less than three digits.
+        if norm > bound * 1.01:
+            self.drop_parts()
+            raise RuntimeError(
+                f"expected a sum of {clipped.rows} rows of norm {clipped.clip_norm:.4g} at most, "
+                f"got one of norm {float(norm):.4g}. Ghost clipping does not clip this model; use "
+                "grad_sample_mode='hooks'."
+            )
+
+    def _check_order(self, part: _Part, before: _Part | None) -> None:
+        """Refuses a sum that would hold parts of two batches, or lack a part of one."""
+        expected = (part.batch, 0) if before is None else (before.batch, before.position + 1)
+        if (part.batch, part.position) == expected:
+            return
+        self.drop_parts()
+        raise RuntimeError(
+            f"expected a step on part {expected[1]} of Poisson batch {expected[0]}, got one on "
+            f"part {part.position} of batch {part.batch}. Take a step on every part that "
+            "BatchMemoryManager yields, also after an error: a sum of parts of two batches may "
+            "have a record twice. The accumulated parts have been dropped. Go on with the next "
+            "batch or begin the next pass."
+        )
+
+    def _check_rows(self, part: _Part) -> None:
+        """Refuses a part whose records do not have one row each, which are clipped one by one."""
+        found = self._num_rows()
+        if found == part.rows:
+            return
+        self.drop_parts()
+        raise RuntimeError(
+            f"expected gradients of the {part.rows} rows that the loader yielded, got those of "
+            f"{found} rows. Pass each record of the batch to the model in one row: rows are "
+            "clipped one by one, so a record with several rows has more influence than is "
+            "accounted for. Fetch the next batch only after the step."
+        )
+
+    def _num_rows(self) -> int:
+        """Returns the number of rows that were clipped."""
+        clipped = self._mixing.clipped
+        return len(cast(Any, self.params[0]).grad_sample) if clipped is None else clipped.rows
 
     def _clip_norm(self) -> float:
         """Returns the largest norm that one record can have in the sum."""
-        if isinstance(self, DPOptimizerFastGradientClipping):
-            return float(self._mixing.hooks.max_grad_norm)  # pyright: ignore
+        if self._mixing.clipped is not None:
+            return self._mixing.clipped.clip_norm
         if isinstance(self, DPPerLayerOptimizer):
             return torch.norm(torch.Tensor(self.max_grad_norms), p=2).item()
         return float(self.max_grad_norm)
@@ -784,16 +1200,38 @@ def _mean(loss: Any) -> torch.Tensor:
 
 def _reaches(loss: torch.Tensor, nodes: Sequence[Any]) -> bool:
     """Returns whether the graph of a loss has one of the nodes."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if any(node is other for other in nodes):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    found = _walk([loss.grad_fn], lambda node: None)
+    return any(node is other for node in found for other in nodes)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    """Returns how often a tensor was changed in place."""
+    return -1 if tensor is None else tensor._version
+
+
+def _check_one_per_row(losses: torch.Tensor, num_rows: int | None) -> None:
+    """Raises unless there is one loss for each row, since otherwise coefficients spread."""
+    if losses.dim() != 1 or (num_rows is not None and len(losses) != num_rows):
+        rows = "each row" if num_rows is None else f"each of {num_rows} rows"
+        raise ValueError(
+            f"expected one loss for {rows}, in a tensor of one dimension, got losses of shape "
+            f"{tuple(losses.shape)}. Ghost clipping multiplies each row's loss with a coefficient. "
+            "Squeeze outputs and targets of shape (rows, 1), as in criterion(model(x).squeeze(1), "
+            "y); average over further dimensions in a criterion of your own."
+        )
+
+
+def _clipped_backward(self: DPTensorFastGradientClipping) -> None:
+    if isinstance(self.optimizer, PublicGradientOptimizer):
+        self.optimizer.clipped_backward(self)
+    else:
+        _opacus_backward(self)
+
+
+# Ghost clipping's criterion makes these losses by itself, so their class is the only place to see
+# what was clipped. Losses of other optimisers do what they did.
+_opacus_backward = DPTensorFastGradientClipping.backward
+DPTensorFastGradientClipping.backward = _clipped_backward
 
 
 def _refuse_adaptive_clipping() -> NoReturn:
@@ -850,6 +1288,31 @@ def _check_module(module: Any, optimizer: DPOptimizer) -> None:
         )
 
 
+def _check_ghost(hooks: GradSampleHooksFastGradientClipping, optimizer: DPOptimizer) -> None:
+    """Raises if ghost clipping would not take norms over the parameters that are trained."""
+    trained = {id(param) for param in hooks.trainable_parameters}
+    if trained != {id(param) for param in optimizer.params}:
+        raise ValueError(
+            f"expected an optimiser of the {len(trained)} parameters that ghost clipping takes "
+            f"norms over, got one of {len(optimizer.params)}. Pass all trainable parameters to "
+            "the optimiser, and set requires_grad before make_private."
+        )
+    owners = collections.Counter(
+        id(param)
+        for module in cast(torch.nn.Module, hooks._module).modules()
+        if not isinstance(module, DPRNNBase)  # its parts own its parameters too
+        for param in module.parameters(recurse=False)
+    )
+    named = cast(torch.nn.Module, hooks._module).named_parameters()
+    shared = [name for name, param in named if id(param) in trained and owners[id(param)] > 1]
+    if shared:
+        raise ValueError(
+            f"expected parameters that belong to one module each, got {', '.join(shared)} in "
+            "several, of which ghost clipping takes the norm in one. Use grad_sample_mode='hooks' "
+            "for a model with tied weights."
+        )
+
+
 def _accountant_of(optimizer: DPOptimizer) -> tuple[IAccountant, float]:
     """Returns the engine's accountant and the sampling rate that it is told."""
     hook = optimizer.step_hook
@@ -903,6 +1366,8 @@ def with_public_gradient(
     """
     _check_optimizer(optimizer)
     _check_module(module, optimizer)
+    if isinstance(module, GradSampleHooksFastGradientClipping):
+        _check_ghost(module, optimizer)
     accountant, rate = _accountant_of(optimizer)
     check_spend(None, spend, None)
     if spend is not None and spend.adjacency is Adjacency.ADD_REMOVE:
@@ -919,11 +1384,14 @@ def with_public_gradient(
                 "of the gradient when it would be clipped. Leave it out."
             )
     alphas = _alphas(schedules.as_schedule(alpha), num_steps)
-    draws, num_examples = _count_draws(loader)
+    draws, num_examples = _draws_of(loader)
     books = _Books(
         spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
     )
-    mixing = _Mixing(module, alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books)
+    mixing = _Mixing(
+        module, alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books,
+        trained=list(optimizer.params),
+    )  # fmt: skip
     kind = type(optimizer)
     mixed = type(f"PublicGradient{kind.__name__}", (PublicGradientOptimizer, kind), {})
     if isinstance(spend, Budget):
@@ -931,8 +1399,15 @@ def with_public_gradient(
     optimizer.__class__ = mixed
     found = cast(PublicGradientOptimizer, optimizer)
     found._mixing = mixing
-    mixing.module.register_forward_pre_hook(mixing.before_forward)
+    draws.optimizers.add(found)
+    mixing.module.register_forward_pre_hook(mixing.before_forward, with_kwargs=True)
+    mixing.module.register_forward_pre_hook(found._before_forward)
     mixing.module.register_forward_hook(mixing.after_forward)
+    if isinstance(module, GradSampleHooksFastGradientClipping):
+        for layer in module.iterate_submodules(mixing.module):
+            # The hooks of a recurrent layer are on its parts, which own its parameters too.
+            if not isinstance(layer, DPRNNBase):
+                layer.register_forward_hook(mixing.after_layer)
     optimizer.original_optimizer.register_step_pre_hook(found._guard)
     return found
 
