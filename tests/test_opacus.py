@@ -1404,6 +1404,34 @@ def test_a_crash_forgets_no_charge(tmp_path, before):
         assert resumed.optimizer.report(DELTA).epsilon == other_epsilon(6)
 
 
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_steps_of_another_optimizer_after_a_resume(accountant):
+    made = mixed(accountant=accountant)
+    train(made, 4)
+    state = made.optimizer.state_dict()
+    resumed = mixed(accountant=accountant)
+    resumed.optimizer.load_state_dict(state)  # and not the accountant
+    train(private(engine=resumed.engine), 4, public=False)
+    train(resumed, 1)
+    assert resumed.optimizer.charged_steps == 9
+    assert resumed.optimizer.spent(DELTA).epsilon == other_epsilon(9)
+    # With the accountant, whose history then goes on from what was saved.
+    resumed = mixed(accountant=accountant)
+    resumed.engine.accountant.load_state_dict(made.engine.accountant.state_dict())
+    resumed.optimizer.load_state_dict(state)
+    train(private(engine=resumed.engine), 4, public=False)
+    train(resumed, 1)
+    assert resumed.optimizer.charged_steps == 9
+    # An accountant with other steps.
+    resumed = mixed(accountant=accountant)
+    train(private(engine=resumed.engine, noise=2 * SIGMA), 3, public=False)
+    resumed.optimizer.load_state_dict(state)
+    assert resumed.optimizer.state_dict()["mirrordp"]["charges"] == [
+        [SIGMA, RATE, 4],
+        [2 * SIGMA, RATE, 3],
+    ]
+
+
 def test_a_checkpoint_of_the_engine(tmp_path):
     made = mixed()
     train(made, 3)

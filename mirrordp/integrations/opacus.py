@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import math
 import secrets
 import weakref
@@ -355,8 +356,6 @@ class _Books:
         self.name = secrets.token_hex(8)
         self.charges: list[Charge] = []
         self._accountant, self._accountant_rate = accountant, accountant_rate
-        # How many steps of the accountant's history are in the ledger because of a `restore`.
-        self._restored = 0
 
     @property
     def _seen(self) -> int:
@@ -394,8 +393,7 @@ class _Books:
     def reconcile(self) -> None:
         """Charges what Opacus' accountant knows of and these books do not."""
         history = self._accountant.history
-        known = self._seen + self._restored
-        stop = 0
+        known, stop = self._seen, 0
         for noise_multiplier, rate, count in list(history):
             start, stop = stop, stop + int(count)
             if stop > known:
@@ -403,7 +401,7 @@ class _Books:
                 self._charge(Charge(float(noise_multiplier), float(rate), taken))
                 self._seen = stop
         # The history may also have been replaced by a shorter one.
-        self._seen, self._restored = stop, 0
+        self._seen = stop
 
     def note_accounted(self) -> None:
         """Notes that the accountant was told of the last step."""
@@ -423,7 +421,11 @@ class _Books:
     def saved(self) -> dict[str, Any]:
         """Returns what `restore` needs, as plain types."""
         self.reconcile()
-        return {"run": self.name, "charges": [list(charge) for charge in self.charges]}
+        history = [
+            [float(noise), float(rate), int(n)] for noise, rate, n in self._accountant.history
+        ]
+        charges = [list(charge) for charge in self.charges]
+        return {"run": self.name, "charges": charges, "accounted": history}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continues a run that was saved; nothing that was charged since is taken back."""
@@ -445,7 +447,11 @@ class _Books:
         self.charges = []
         for charge in (*before, *here):
             self._keep(charge)
-        self._restored = count
+        # The ledger now also has the steps that the accountant knew of when the state was saved.
+        # A history that does not begin with them has other steps, which are charged.
+        accounted = [Charge(*each) for each in saved.get("accounted", [])]
+        if _begins_with([Charge(*each) for each in self._accountant.history], accounted):
+            self._seen = max(self._seen, sum(charge.num_steps for charge in accounted))
 
     @property
     def varies(self) -> bool:
@@ -478,6 +484,13 @@ def _charges_in(file: FileLedger, run: str) -> list[Charge]:
                 rate, step = step.sampling_probability, step.event
             found.append(Charge(step.noise_multiplier, rate, event.count))
     return found
+
+
+def _begins_with(history: Sequence[Charge], start: Sequence[Charge]) -> bool:
+    """Returns whether the first steps of a history are those of another one."""
+    steps = itertools.chain.from_iterable([step[:2]] * int(step.num_steps) for step in history)
+    wanted = itertools.chain.from_iterable([step[:2]] * int(step.num_steps) for step in start)
+    return all(step == next(steps, None) for step in wanted)
 
 
 def _worst(charges: Sequence[Charge]) -> tuple[float, float]:
