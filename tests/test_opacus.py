@@ -1042,6 +1042,15 @@ def test_a_pass_inside_a_pass():
     assert made.optimizer.charged_steps == 8
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_two_passes_by_the_same_workers():
+    made = mixed(alpha=1.0, workers=1, persistent=True)
+    outer, inner = iter(made.loader), iter(made.loader)
+    next(inner)
+    with pytest.raises(RuntimeError, match="one pass over the private loader at a time"):
+        next(outer)
+
+
 def test_loaders_that_cannot_be_followed():
     made = mixed(alpha=1.0)
     other = DataLoader(made.loader.dataset, batch_sampler=made.loader.batch_sampler)
@@ -1313,6 +1322,17 @@ def test_two_steps_on_one_part(mode):
             made.optimizer.step()
     assert made.optimizer.charged_steps == 1
     assert influence(made) == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_part_without_a_backward_pass(mode):
+    made = one_record(mode)
+    batches = parts_of(made, 4)
+    backward(made, next(batches))
+    made.optimizer.step()
+    next(batches)
+    with pytest.raises((RuntimeError, ValueError), match=r"backward pass with ghost|haven't been"):
+        made.optimizer.step()
 
 
 def test_a_sum_that_is_too_large(monkeypatch):

@@ -134,6 +134,7 @@ class _Draws:
         self.waiting: collections.deque[_Part] = collections.deque()
         self._rows_if_empty = rows_if_empty
         self._marks = WeakTensorKeyDictionary()
+        self._running: tuple[weakref.ref[Any], collections.deque[_Part]] | None = None
         # The last part that a step used, and the last one that had been yielded by that time.
         self._used = self._seen = 0
 
@@ -173,6 +174,10 @@ class _Draws:
         batches = begin()
         # What else iterates over the sampler, and is not followed, must not mix with this pass.
         self.waiting = collections.deque()
+        if self._running is not None and self._running[0]() is batches:
+            # Persistent workers have left an earlier pass for this one.
+            self._running[1].clear()
+        self._running = weakref.ref(batches), waiting
 
         def followed() -> Iterator[Any]:
             for batch in batches:
