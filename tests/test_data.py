@@ -60,6 +60,9 @@ class TestTypes:
             require_public(private)
         with pytest.raises(TypeError, match=r"Wrap the sensitive rows: private=PrivateData"):
             require_private(rows())
+        users = mirrordp.PrivateClients.from_users([np.ones((2, 3), np.float32)])
+        with pytest.raises(TypeError, match=r"got PrivateClients\. Protect users with a Federated"):
+            require_private(users)
 
     @BOTH
     def test_half_precision_features_are_numbers(self, kind):

@@ -1007,7 +1007,7 @@ class TestRepeatedFits:
                 model = PrivateLinearRegression(0.5, num_steps=steps).fit(
                     x, y, *public, spend=budget
                 )
-        assert model.privacy_.tuning.startswith("charged, as far as it was made by what runs")
+        assert model.privacy_.tuning.startswith("charged, if it was made from results of runs")
         assert "share one budget" in model.privacy_.privacy_card()
 
     def test_fits_on_a_ledger_are_charged_and_reported_together(self, tmp_path):

@@ -105,7 +105,7 @@ def add_command(
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument(
-        "--quiet", action="store_true", help="show no progress, only errors and warnings"
+        "--quiet", action="store_true", help="show no progress, only results and warnings"
     )
     parser.set_defaults(run=run, prog=parser.prog)
     return parser

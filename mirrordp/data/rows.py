@@ -214,9 +214,10 @@ def _path(path: tuple) -> str:
 
 def require_private(data: object, name: str = "private") -> None:
     """Raises a TypeError unless `data` is `PrivateData`."""
-    _validate.instance_of(
-        PrivateData, f"Wrap the sensitive rows: {name}=PrivateData(arrays).", **{name: data}
-    )
+    advice = f"Wrap the sensitive rows: {name}=PrivateData(arrays)."
+    if type(data).__name__ == "PrivateClients":
+        advice = "Protect users with a FederatedStep, which takes them."
+    _validate.instance_of(PrivateData, advice, **{name: data})
 
 
 def require_public(data: object, name: str = "public") -> None:

@@ -64,8 +64,8 @@ _SETTINGS = (
     *("method", "fit_intercept", "class_weight"),
 )
 _TUNING_ON_BUDGET = (
-    "charged, as far as it was made by what runs on the same budget released; a choice by scores "
-    "on private records is not covered"
+    "charged, if it was made from results of runs on the same budget alone; a choice by scores on "
+    "private records is not covered"
 )
 _FITS = Fits()
 

@@ -93,6 +93,16 @@ def grid(**values: Any) -> list[Settings]:
     Args:
         **values: a value, or a list of values, for each field of `Settings`.
     """
+    names = [field.name for field in dataclasses.fields(Settings)]
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        raise TypeError(f"expected values of {', '.join(names)}, got some of {unknown[0]!r}.")
+    missing = [name for name in names if name not in values and name != "alpha"]
+    if missing:
+        raise TypeError(
+            f"a grid needs at least one value of every setting but alpha, got none of "
+            f"{', '.join(missing)}."
+        )
     lists = [list(value) if isinstance(value, Iterable) else [value] for value in values.values()]
     found = [
         Settings(**dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*lists)
