@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -342,6 +343,16 @@ class TestRefused:
             pytest.raises(CheckpointError, match="differs in: number of processors"),
         ):
             run(tmp_path / "damaged", resume=True)
+
+    def test_a_run_that_is_over_is_not_begun_again_in_silence(self, tmp_path):
+        last(run(tmp_path / "run", resume=True))
+        with pytest.warns(UserWarning, match="which is charged in addition"):
+            last(run(tmp_path / "run", resume=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            last(run(tmp_path / "run"))
+            last(run(tmp_path / "kept", keep=True, resume=True))
+            last(run(tmp_path / "kept", keep=True, resume=True))
 
     def test_another_kind_of_machine_where_steps_are_replayed(self, tmp_path, monkeypatch):
         """An older processor has other instructions, which round differently."""

@@ -87,9 +87,7 @@ class TestSettings:
                 dataclasses.replace(SPACE[0], **change)
         with pytest.raises(ValueError, match="empty"):
             tuning.grid(learning_rate=[], l2_clip_norm=1.0, batch_size=5, num_steps=3)
-        with pytest.raises(
-            TypeError, match=r"expected values of .*, got some of 'lr'"
-        ):
+        with pytest.raises(TypeError, match=r"expected values of .*, got some of 'lr'"):
             tuning.grid(lr=[0.1])
         with pytest.raises(TypeError, match="got none of l2_clip_norm, num_steps"):
             tuning.grid(learning_rate=[0.1], batch_size=5)

@@ -246,6 +246,14 @@ class RunFolder:
                 ledger = self._owned = (
                     FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
                 )
+                if self.saved is None and checkpoint.resume and ledger.num_charges:
+                    warn(
+                        f"there is no run to resume in {str(folder)!r}, but its ledger says that "
+                        "one has been charged. A new run begins, which is charged in addition. To "
+                        "get the result of a finished run again, train with "
+                        "Checkpoint(keep=True), and call remove() once the result is on disk.",
+                        UserWarning,
+                    )
             self.ledger = ledger
             if self.saved is not None:
                 check_position(ledger, self.saved.ledger, f"the checkpoint in {str(folder)!r}")
