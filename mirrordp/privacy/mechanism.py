@@ -170,10 +170,10 @@ class Mechanism:
         growth = self.noise.growth(self.num_steps)
         if not growth <= _MOST_GROWTH:
             raise accounting.UnsupportedError(
-                f"the noise of a step must stay within {_MOST_GROWTH:g} times that of an "
-                f"independent one, got {growth:.3g} times within {self.num_steps} steps: its "
-                "numbers could not tell the sums any more. Use BandedNoise.optimal(num_steps, "
-                "num_bands), or coefficients whose polynomial has no root within the unit circle."
+                f"correlated noise may grow to {_MOST_GROWTH:g} times the size of independent "
+                f"noise, got {growth:.3g} times within {self.num_steps} steps, where rounding "
+                "takes the guarantee away. Use BandedNoise.optimal(num_steps, num_bands), or "
+                "coefficients whose polynomial has no root within the unit circle."
             )
 
     @classmethod
