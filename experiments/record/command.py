@@ -32,6 +32,7 @@ from mirrordp.types import Params
 RESULTS = Path(__file__).parents[1] / "results" / "record"
 PACKAGES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 EVALUATED_AT_A_TIME = 1000
+WEIGHTS_TO_LOOK_AT = (0.25, 0.5, 1.0, 2.0)
 
 Found = dict[str, float | None]
 
@@ -39,17 +40,27 @@ Found = dict[str, float | None]
 # Evaluation
 
 
-def evaluate(network: WideResNet, params: Params, examples: images.Examples) -> Found:
+def evaluate(
+    network: WideResNet, params: Params, examples: images.Examples, beside: float = 0.0
+) -> Found:
     """Returns accuracy and loss on scaled images, and accuracies of means of predictions.
 
     These are over an image and its mirrored copy (`mirrored_accuracy`), and over both of them in
     their place and shifted by a pixel to each side (`shifted_accuracy`).
+
+    Args:
+        network: that predicts.
+        params: its parameters.
+        examples: images, labels and, if public networks predict too, their log-probabilities.
+        beside: the weight of these.
     """
-    pixels, labels = examples
+    pixels, labels, *added = examples
+    added = beside * (added[0] if added else np.zeros((1, 1), np.float32))
+    added = np.broadcast_to(added, (len(pixels), network.num_classes))
     sums = np.zeros(4)
     for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
         some = slice(first, first + EVALUATED_AT_A_TIME)
-        sums += np.asarray(_sums(network, params, pixels[some], labels[some]))
+        sums += np.asarray(_sums(network, params, pixels[some], labels[some], added[some]))
     accuracy, mirrored, shifted, loss = (float(value) for value in sums / len(pixels))
     return {
         "accuracy": accuracy,
@@ -60,21 +71,42 @@ def evaluate(network: WideResNet, params: Params, examples: images.Examples) -> 
 
 
 @functools.partial(jax.jit, static_argnames="network")
-def _sums(network: WideResNet, params: Params, pixels: jax.Array, labels: jax.Array):
+def _sums(
+    network: WideResNet, params: Params, pixels: jax.Array, labels: jax.Array, added: jax.Array
+):
     def log_probabilities(row: int, column: int) -> jax.Array:
         """Sums over the images and their mirrored copies, moved by up to a pixel."""
         padded = jnp.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
         height, width = pixels.shape[1:3]
         moved = padded[:, 1 + row : 1 + row + height, 1 + column : 1 + column + width]
         return sum(
-            jax.nn.log_softmax(network.predict(params, one)) for one in (moved, moved[:, :, ::-1])
+            jax.nn.log_softmax(network.predict(params, one) + added)
+            for one in (moved, moved[:, :, ::-1])
         )
 
-    logits, both = network.predict(params, pixels), log_probabilities(0, 0)
+    logits, both = network.predict(params, pixels) + added, log_probabilities(0, 0)
     shifted = both + sum(log_probabilities(*by) for by in ((-1, 0), (1, 0), (0, -1), (0, 1)))
     losses = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(len(labels)), labels]
     right = [(one.argmax(1) == labels).sum() for one in (logits, both, shifted)]
     return jnp.stack([*right, losses.sum()])
+
+
+def log_probabilities_of(starts: Sequence[Path], dtype: str, pixels: np.ndarray) -> np.ndarray:
+    """Returns mean log-probabilities [n, classes] of public networks, images and mirrored ones."""
+    if not starts:
+        raise SettingsError("private.beside needs public networks: name their files in --beside.")
+    loaded = [load_start(path, dtype)[:2] for path in starts]
+    parts = []
+    for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
+        some = pixels[first : first + EVALUATED_AT_A_TIME]
+        parts.append(sum(np.asarray(_mirrored(*one, some)) for one in loaded) / len(loaded))
+    return np.concatenate(parts)
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _mirrored(network: WideResNet, params: Params, pixels: jax.Array) -> jax.Array:
+    one, other = (network.predict(params, some) for some in (pixels, pixels[:, :, ::-1]))
+    return (jax.nn.log_softmax(one) + jax.nn.log_softmax(other)) / 2
 
 
 def finite(value: float) -> float | None:
@@ -123,9 +155,12 @@ def load_starts(paths: Sequence[Path], dtype: str) -> tuple[WideResNet, Params, 
     return network, [params for _, params, _ in loaded], {"id": ", ".join(ids)}
 
 
-def start_id(settings: RecordSettings, seed: int, teachers: Sequence[str]) -> str:
+def start_id(
+    settings: RecordSettings, seed: int, teachers: Sequence[str], begin: str | None = None
+) -> str:
     """Identifies a public start."""
-    return records.fingerprint([settings.public_identity(), seed, sorted(teachers)])
+    begun = [] if begin is None else [begin]
+    return records.fingerprint([settings.public_identity(), seed, sorted(teachers), *begun])
 
 
 # The two kinds of run
@@ -138,14 +173,30 @@ def run_public(
     *,
     seed: int,
     teachers: Sequence[Path] = (),
+    begin: Path | None = None,
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
-    """Pre-trains one member, keeps the start, and reports how good it is."""
+    """Pre-trains one member, keeps the start, and reports how good it is.
+
+    Args:
+        settings: how.
+        parts: the images.
+        starts: folder to keep the start in.
+        seed: of the member.
+        teachers: files of starts whose mean prediction is a part of the targets.
+        begin: file of the parameters to begin with; the end of a private run may be one.
+        deadline: see `pretraining.pretrain`.
+        shared: whether other work runs beside this.
+    """
     member = settings.network.member
     loaded = [load_start(path, settings.network.dtype) for path in teachers]
     taught_by = [about["id"] for *_, about in loaded]
-    name = start_id(settings, seed, taught_by)
+    first, begun_at = None, None
+    if begin is not None:
+        _, first, about = load_start(begin, settings.network.dtype)
+        begun_at = about["id"]
+    name = start_id(settings, seed, taught_by, begun_at)
     judges = parts.scaled(parts.judges)
     curve: list[list[Any]] = []
     best: tuple[float, int, Params | None] = (0.0, 0, None)
@@ -168,6 +219,7 @@ def run_public(
         settings.public,
         *parts.scaled(parts.public),
         seed=seed,
+        start=first,
         teachers=[(network, params) for network, params, _ in loaded],
         on_progress=on_progress,
         deadline=deadline,
@@ -185,6 +237,7 @@ def run_public(
         "seed": seed,
         "settings": settings.public_identity(),
         "teachers": taught_by,
+        **({} if begun_at is None else {"begin": begun_at}),
         "num_parameters": num_parameters(params),
         "judged_by": parts.judged_by,
         "num_judges": len(judges[0]),
@@ -201,21 +254,42 @@ def run_private(
     starts: Sequence[Path],
     *,
     seed: int,
+    beside: Sequence[Path] = (),
+    keep: Path | None = None,
     deadline: float | None = None,
     shared: bool = False,
 ) -> records.Record:
-    """Trains from a start; validation images judge along the way, test images at the end only."""
+    """Trains from a start; validation images judge along the way, test images at the end only.
+
+    Args:
+        settings: how.
+        parts: the images.
+        starts: files of the members' starts.
+        seed: of the run.
+        beside: files of public networks that predict too, with the weight `private.beside`.
+        keep: folder for the parameters at the end, by the identity of the run.
+        deadline: see `private.train_privately`.
+        shared: whether other work runs beside this.
+    """
     network, params, about = load_starts(starts, settings.network.dtype)
     if network != settings.network:
         raise SettingsError(f"expected a start of {settings.network}, got one of {network}.")
     assert parts.private is not None
-    judges = parts.scaled(parts.judges)
+    judges, examples, public = map(parts.scaled, (parts.judges, parts.private, parts.public))
+    weight, ids = settings.private.beside, []
+    if weight:
+        add = functools.partial(log_probabilities_of, beside, settings.network.dtype)
+        ids = [load_start(path, "float32")[2]["id"] for path in beside]
+        judges = *judges, add(judges[0])
+        if settings.private.beside_in_loss:
+            examples = *examples, weight * add(examples[0])
+            public = *public, weight * add(public[0])
     found = private.mechanism(settings.private, len(parts.private[0]))
     is_search = parts.judged_by == "validation"
     curve: list[dict[str, Any]] = []
 
     def judged(iterates: dict[str, Params]) -> dict[str, Found]:
-        return {name: evaluate(network, one, judges) for name, one in iterates.items()}
+        return {name: evaluate(network, one, judges, weight) for name, one in iterates.items()}
 
     def on_progress(step: int, iterates: dict[str, Params]) -> None:
         if is_search:
@@ -230,17 +304,20 @@ def run_private(
         settings.public,
         found,
         params,
-        parts.scaled(parts.private),
-        parts.scaled(parts.public),
+        examples,
+        public,
         seed=seed,
         on_progress=on_progress,
         deadline=deadline,
     )
     average = f"average {settings.private.average_decay:g}"
     shown = iterates if is_search else {average: iterates[average]}
-    return {
+    name = private_id(settings, seed, about["id"], parts, ids)
+    if keep is not None and settings.network.members == 1:
+        save_start(keep / f"{name}.npz", network, iterates[average], {"id": name, "seed": seed})
+    line = {
         "kind": "search" if is_search else "final",
-        "id": private_id(settings, seed, about["id"], parts),
+        "id": name,
         "config": settings.name,
         "seed": seed,
         "start": about["id"],
@@ -264,13 +341,28 @@ def run_private(
         "seconds": round(time.monotonic() - begun, 1),
         "made_by": made_by(shared),
     }
+    if weight:
+        line["beside"] = {"starts": ids, "alone": evaluate(network, iterates[average], judges)}
+        if is_search:
+            line["beside"]["other weights"] = {
+                str(other): evaluate(network, iterates[average], judges, other)
+                for other in WEIGHTS_TO_LOOK_AT
+            }
+    return line
 
 
-def private_id(settings: RecordSettings, seed: int, start: str, parts: images.Images) -> str:
+def private_id(
+    settings: RecordSettings,
+    seed: int,
+    start: str,
+    parts: images.Images,
+    beside: Sequence[str] = (),
+) -> str:
     """Identifies a private run."""
     assert parts.private is not None
+    names = [sorted(beside)] if beside else []
     return records.fingerprint(
-        [settings.private_identity(), seed, start, parts.judged_by, len(parts.private[0])]
+        [settings.private_identity(), seed, start, parts.judged_by, len(parts.private[0]), *names]
     )
 
 
@@ -329,6 +421,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--start", type=Path, nargs="+", help="files of starts, instead of the seed's"
             )
+            command.add_argument(
+                "--beside",
+                type=Path,
+                nargs="*",
+                default=[],
+                help="starts that predict beside the trained network (see private.beside)",
+            )
+        else:
+            command.add_argument(
+                "--begin", type=Path, help="begin there, and not with random parameters"
+            )
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "split":
@@ -366,24 +469,33 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.max_seconds is not None:
         deadline = time.monotonic() + arguments.max_seconds
     taught_by = [load_start(path, "float32")[2]["id"] for path in arguments.teachers]
-    options = {"deadline": deadline, "shared": arguments.shared}
+    options: dict[str, Any] = {"deadline": deadline, "shared": arguments.shared}
+    if is_private:
+        others = arguments.beside if settings.private.beside else []
+        options |= {"beside": others, "keep": starts}
+        ids = [load_start(path, "float32")[2]["id"] for path in others]
+        begun_at = None
+    else:
+        options |= {"begin": arguments.begin, "teachers": arguments.teachers}
+        begin = arguments.begin
+        begun_at = None if begin is None else load_start(begin, "float32")[2]["id"]
     for seed in arguments.seeds or settings.seeds:
         members = {
-            member_seed: starts / f"{start_id(settings, member_seed, taught_by)}.npz"
+            member_seed: starts / f"{start_id(settings, member_seed, taught_by, begun_at)}.npz"
             for member_seed in settings.member_seeds(seed)
         }
         runs: list[tuple[bool, Callable[[], records.Record]]] = []
         if is_private:
             paths = arguments.start or list(members.values())
-            name = private_id(settings, seed, load_starts(paths, "float32")[2]["id"], parts)
+            about = load_starts(paths, "float32")[2]
+            name = private_id(settings, seed, about["id"], parts, ids)
             run = functools.partial(run_private, settings, parts, paths, seed=seed, **options)
             runs.append((name in there, run))
         else:
             for member_seed, path in members.items():
                 run = functools.partial(
-                    run_public, settings, parts, starts, seed=member_seed,
-                    teachers=arguments.teachers, **options,
-                )  # fmt: skip
+                    run_public, settings, parts, starts, seed=member_seed, **options
+                )
                 runs.append((path.stem in there and path.exists(), run))
         for is_done, run in runs:
             if is_done:

@@ -17,7 +17,7 @@ from experiments.datasets.prepared import split_indices
 PARTS = ("public", "validation", "private")
 PUBLIC_FRACTION = 0.04
 
-Examples = tuple[np.ndarray, np.ndarray]
+Examples = tuple[np.ndarray, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ def pretrain(
     labels: np.ndarray,
     *,
     seed: int,
+    start: Params | None = None,
     teachers: Sequence[tuple[WideResNet, Params]] = (),
     on_progress: Seen = lambda step, last, average: None,
     deadline: float | None = None,
@@ -37,6 +38,7 @@ def pretrain(
         images: scaled public images.
         labels: theirs.
         seed: decides initialisation, order and changes.
+        start: where to begin, instead of random parameters.
         teachers: networks whose mean prediction for a changed image is a part of its target.
         on_progress: is told the step, the last iterate and the average every few hundred steps.
         deadline: when to give up, by `time.monotonic`.
@@ -45,7 +47,7 @@ def pretrain(
         TimeoutError: the deadline has passed.
     """
     begin_key, key = jax.random.split(jax.random.key(seed))
-    params = network.init(begin_key)
+    params = network.init(begin_key) if start is None else start
     if settings.steps == 0:
         return params
     optimizer = _optimizer(settings)

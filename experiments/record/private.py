@@ -57,17 +57,21 @@ def mechanism(settings: PrivateSettings, num_private: int) -> Mechanism:
 
 @functools.cache
 def loss_of_views(network: WideResNet, views: int, cutout: int) -> LossFn:
-    """Makes the mean loss over random views of *one* example, the unit that is clipped."""
+    """Makes the mean loss over random views of *one* example, the unit that is clipped.
+
+    An example is an image, its label and, where public networks predict too, what they add to the
+    logits: a function of this image alone.
+    """
 
     def view(key: jax.Array, image: jax.Array) -> jax.Array:
         shift_key, cut_key = jax.random.split(key)
         image = augmentation.shift_and_mirror(shift_key, image)
         return augmentation.cut_out(cut_key, image, size=cutout) if cutout else image
 
-    def loss(params: Params, example: tuple[jax.Array, jax.Array], key: jax.Array) -> jax.Array:
-        image, label = example
+    def loss(params: Params, example: tuple[jax.Array, ...], key: jax.Array) -> jax.Array:
+        image, label, *added = example
         images = jax.vmap(view, in_axes=(0, None))(jax.random.split(key, views), image)
-        logits = network.predict(params, images)
+        logits = sum(added, start=network.predict(params, images))
         return (jax.nn.logsumexp(logits, axis=1) - logits[:, label]).mean()
 
     return loss
@@ -77,7 +81,7 @@ def loss_of_mixed(network: WideResNet, settings: PublicSettings, public: Example
     """Makes the loss that a public start minimises: of a public image mixed with a random other."""
     images, labels = jnp.asarray(public[0]), jnp.asarray(public[1])
 
-    def loss(params: Params, example: tuple[jax.Array, jax.Array], key: jax.Array) -> jax.Array:
+    def loss(params: Params, example: tuple[jax.Array, ...], key: jax.Array) -> jax.Array:
         other_key, change_key = jax.random.split(key)
         other = jax.random.randint(other_key, (), 0, len(labels))
         pair = jnp.stack([example[0], images[other]])
@@ -135,7 +139,8 @@ def train_privately(
         public_settings: how the public start was made, for `public_mix`.
         found: the mechanism.
         start: where to begin; from public images alone.
-        private: scaled images and labels.
+        private: scaled images, labels and, if public networks are a part of the loss, what they
+            add to the logits.
         public: likewise; used where alpha is below 1, and for a geometry.
         seed: makes the run reproducible.
         on_progress: called with the step and all iterates every `every` steps.

@@ -86,6 +86,9 @@ class PrivateSettings:
         damping: of that curvature.
         largest_side: of sides of kernels with more rows or columns, the curvature is diagonal.
         cutout: side of the square that is set to zero in each view, 0 for none.
+        beside: weight of the mean log-probabilities of public networks, which stay as they are, in
+            the logits that predict.
+        beside_in_loss: whether the loss has these logits too, or the trained network's alone.
         average_decay: of the exponential average of the iterates that is the result.
         other_decays: further averages to look at in a search.
         microbatch_size: examples at a time.
@@ -110,6 +113,8 @@ class PrivateSettings:
     damping: float = 1.0
     largest_side: int = 1024
     cutout: int = 0
+    beside: float = 0.0
+    beside_in_loss: bool = True
     average_decay: float = 0.99
     other_decays: tuple[float, ...] = ()
     microbatch_size: int = 512
@@ -146,7 +151,7 @@ class RecordSettings:
                 check(value > 0, f"{name} must be positive, got {value}.")
         for table, names in (
             (public, "steps stop weight_decay cutout colours warp sharpness"),
-            (private, "warm_up cutout"),
+            (private, "warm_up cutout beside"),
         ):
             for name in names.split():
                 value = getattr(table, name)
@@ -189,6 +194,8 @@ class RecordSettings:
             del private["public_mix"]
         if self.private.bands == 1:
             del private["bands"]
+        if self.private.beside == 0:
+            del private["beside"], private["beside_in_loss"]
         return {"network": _network_identity(self.network), "private": private}
 
 

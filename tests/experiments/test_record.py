@@ -403,6 +403,31 @@ def test_learning_rates_rise_and_then_fall(rate, last):
     assert rates[100] == pytest.approx(last, rel=1e-4)
 
 
+def test_public_networks_add_their_log_probabilities():
+    params = Linear().init(jax.random.key(0))
+    pixels = np.asarray(jax.random.normal(jax.random.key(2), (300, 32, 32, 3)))
+    labels = np.asarray(jax.random.randint(jax.random.key(3), (300,), 0, 10))
+    added = 0.05 * np.asarray(jax.random.normal(jax.random.key(4), (300, 10)))
+    logits = np.asarray(Linear().predict(params, jnp.asarray(pixels)))
+    seen = set()
+    for weight in (0.0, 0.5, 2.0):
+        found = command.evaluate(Linear(), params, (pixels, labels, added), weight)
+        expected = jax.nn.log_softmax(logits + weight * added)
+        assert found["accuracy"] == pytest.approx(float((expected.argmax(1) == labels).mean()))
+        assert found["loss"] == pytest.approx(
+            float(-expected[np.arange(300), labels].mean()), abs=1e-5
+        )
+        seen.add(found["loss"])
+    assert len(seen) == 3
+    # So does the loss of one private example, whose part they are.
+    one = (pixels[0], labels[0])
+    loss = private.loss_of_views(Linear(), 2, 0)
+    key = jax.random.key(5)
+    assert loss(params, one, key) == loss(params, (*one, np.zeros(10, "f4")), key)
+    sure = np.where(np.arange(10) == labels[0], 50.0, 0.0).astype("f4")
+    assert loss(params, (*one, sure), key) < 1e-6
+
+
 def some_mechanism(settings, num_private):
     """A mechanism that need not be calibrated, which takes seconds."""
     return mirrordp.Mechanism(
@@ -613,6 +638,43 @@ def test_a_start_says_who_taught_it(quick, tmp_path):
     _, taught = records.read(tmp_path / "search.jsonl")
     assert taught["teachers"] == [first["id"]]
     assert taught["id"] != first["id"]
+
+
+def test_training_may_begin_where_another_ended(quick, tmp_path):
+    assert command.main(["public", str(CONFIG), *quick]) == 0
+    (first,) = records.read(tmp_path / "search.jsonl")
+    begin = ["--begin", str(tmp_path / "starts" / f"{first['id']}.npz")]
+    for _ in range(2):
+        assert command.main(["public", str(CONFIG), *quick, *begin]) == 0
+    _, further = records.read(tmp_path / "search.jsonl")
+    assert further["begin"] == first["id"] != further["id"]
+    assert further["final"]["loss"] < first["final"]["loss"]
+
+
+def test_public_networks_beside_a_private_one(quick, tmp_path, capsys):
+    beside = [*quick, "--set", "private.beside=1"]
+    assert command.main(["public", str(CONFIG), *quick, "--seeds", "0", "1"]) == 0
+    ids = [line["id"] for line in records.read(tmp_path / "search.jsonl")]
+    starts = [tmp_path / "starts" / f"{one}.npz" for one in ids]
+    assert command.main(["private", str(CONFIG), *beside]) == 2
+    assert "name their files in --beside" in capsys.readouterr().err
+    files = ["--beside", *map(str, starts)]
+    after = ["--set", "private.beside_in_loss=false"]
+    for extra in ([], after):
+        for _ in range(2):
+            assert command.main(["private", str(CONFIG), *beside, *extra, *files]) == 0
+    # Without a weight they do nothing.
+    assert command.main(["private", str(CONFIG), *quick, *files]) == 0
+    *_, first, second, alone = records.read(tmp_path / "search.jsonl")
+    assert first["beside"]["starts"] == ids
+    assert len({first["id"], second["id"], alone["id"]}) == 3
+    assert "beside" not in alone
+    # Beside the network at the end only, they do not change how it was trained.
+    assert second["beside"]["alone"] == pytest.approx(alone["final"]["average 0.9"])
+    assert first["beside"]["alone"] != second["beside"]["alone"]
+    assert second["final"]["average 0.9"] == second["beside"]["other weights"]["1.0"]
+    for line in (first, second, alone):
+        assert (tmp_path / "starts" / f"{line['id']}.npz").exists()
 
 
 def test_mistakes_end_in_one_line(quick, tmp_path, capsys):
