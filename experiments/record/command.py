@@ -93,8 +93,6 @@ def _sums(
 
 def log_probabilities_of(starts: Sequence[Path], dtype: str, pixels: np.ndarray) -> np.ndarray:
     """Returns mean log-probabilities [n, classes] of public networks, images and mirrored ones."""
-    if not starts:
-        raise SettingsError("private.beside needs public networks: name their files in --beside.")
     loaded = [load_start(path, dtype)[:2] for path in starts]
     parts = []
     for first in range(0, len(pixels), EVALUATED_AT_A_TIME):
@@ -267,7 +265,7 @@ def run_private(
         starts: files of the members' starts.
         seed: of the run.
         beside: files of public networks that predict too, with the weight `private.beside`.
-        keep: folder for the parameters at the end, by the identity of the run.
+        keep: folder for the parameters at the end, in a file named by the run's identity.
         deadline: see `private.train_privately`.
         shared: whether other work runs beside this.
     """
@@ -342,7 +340,11 @@ def run_private(
         "made_by": made_by(shared),
     }
     if weight:
-        line["beside"] = {"starts": ids, "alone": evaluate(network, iterates[average], judges)}
+        line["beside"] = {
+            "starts": ids,
+            "public_alone": float(np.mean(judges[2].argmax(1) == judges[1])),
+            "alone": evaluate(network, iterates[average], judges),
+        }
         if is_search:
             line["beside"]["other weights"] = {
                 str(other): evaluate(network, iterates[average], judges, other)
@@ -426,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 type=Path,
                 nargs="*",
                 default=[],
-                help="starts that predict beside the trained network (see private.beside)",
+                help="starts that predict beside it, instead of private.beside_seeds'",
             )
         else:
             command.add_argument(
@@ -471,8 +473,12 @@ def _run(arguments: argparse.Namespace) -> None:
     taught_by = [load_start(path, "float32")[2]["id"] for path in arguments.teachers]
     options: dict[str, Any] = {"deadline": deadline, "shared": arguments.shared}
     if is_private:
-        others = arguments.beside if settings.private.beside else []
-        options |= {"beside": others, "keep": starts}
+        others = arguments.beside or [
+            starts / f"{start_id(settings, seed, taught_by)}.npz"
+            for seed in settings.private.beside_seeds
+        ]
+        others = others if settings.private.beside else []
+        options |= {"beside": others, "keep": arguments.results / "ends"}
         ids = [load_start(path, "float32")[2]["id"] for path in others]
         begun_at = None
     else:

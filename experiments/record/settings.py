@@ -88,6 +88,7 @@ class PrivateSettings:
         cutout: side of the square that is set to zero in each view, 0 for none.
         beside: weight of the mean log-probabilities of public networks, which stay as they are, in
             the logits that predict.
+        beside_seeds: seeds of the starts that are these networks.
         beside_in_loss: whether the loss has these logits too, or the trained network's alone.
         average_decay: of the exponential average of the iterates that is the result.
         other_decays: further averages to look at in a search.
@@ -114,6 +115,7 @@ class PrivateSettings:
     largest_side: int = 1024
     cutout: int = 0
     beside: float = 0.0
+    beside_seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     beside_in_loss: bool = True
     average_decay: float = 0.99
     other_decays: tuple[float, ...] = ()
@@ -186,7 +188,8 @@ class RecordSettings:
     def private_identity(self) -> records.Record:
         """Returns the values that decide a private run, apart from its seed and start."""
         private = dataclasses.asdict(self.private)
-        del private["microbatch_size"], private["other_decays"]
+        # Public networks are known by their starts.
+        del private["microbatch_size"], private["other_decays"], private["beside_seeds"]
         # Lines that were written before these settings existed keep their identity.
         if self.private.geometry == "none":
             del private["geometry"], private["damping"], private["largest_side"]

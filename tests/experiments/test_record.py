@@ -657,12 +657,15 @@ def test_public_networks_beside_a_private_one(quick, tmp_path, capsys):
     ids = [line["id"] for line in records.read(tmp_path / "search.jsonl")]
     starts = [tmp_path / "starts" / f"{one}.npz" for one in ids]
     assert command.main(["private", str(CONFIG), *beside]) == 2
-    assert "name their files in --beside" in capsys.readouterr().err
+    assert "there is no start" in capsys.readouterr().err
+    beside += ["--set", "private.beside_seeds=[0, 1]"]
     files = ["--beside", *map(str, starts)]
     after = ["--set", "private.beside_in_loss=false"]
     for extra in ([], after):
         for _ in range(2):
-            assert command.main(["private", str(CONFIG), *beside, *extra, *files]) == 0
+            assert command.main(["private", str(CONFIG), *beside, *extra]) == 0
+    # Named one by one they are the same.
+    assert command.main(["private", str(CONFIG), *beside, *files]) == 0
     # Without a weight they do nothing.
     assert command.main(["private", str(CONFIG), *quick, *files]) == 0
     *_, first, second, alone = records.read(tmp_path / "search.jsonl")
@@ -674,7 +677,7 @@ def test_public_networks_beside_a_private_one(quick, tmp_path, capsys):
     assert first["beside"]["alone"] != second["beside"]["alone"]
     assert second["final"]["average 0.9"] == second["beside"]["other weights"]["1.0"]
     for line in (first, second, alone):
-        assert (tmp_path / "starts" / f"{line['id']}.npz").exists()
+        assert (tmp_path / "ends" / f"{line['id']}.npz").exists()
 
 
 def test_mistakes_end_in_one_line(quick, tmp_path, capsys):
@@ -705,7 +708,10 @@ def test_lines_of_the_search_are_readable_and_not_of_test_images():
     for line in lines:
         if line["kind"] == "search":
             found = [line["settings"], line["seed"], line["start"], "validation"]
-            assert line["id"] == records.fingerprint([*found, line["privacy"]["num_private"]])
+            found += [line["privacy"]["num_private"]]
+            if "beside" in line:
+                found += [sorted(line["beside"]["starts"])]
+            assert line["id"] == records.fingerprint(found)
             assert line["privacy"]["epsilon_pld"] <= line["settings"]["private"]["target_epsilon"]
 
 
