@@ -22,6 +22,7 @@ COMMANDS = {
     "models": ("experiments.table_models", "real tables: linear models, trees, networks and peers"),
     "tuning": ("experiments.tuned", "real tables: settings by hand, free, paid, or none"),
     "bands": ("experiments.bands", "real tables: noise that is correlated over steps"),
+    "lanes": ("experiments.lanes", "several of these commands at a time on one GPU"),
     "shift": ("experiments.shift", "real tables whose public rows are no random sample"),
 }
 
