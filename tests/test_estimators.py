@@ -1419,3 +1419,28 @@ def test_a_fit_is_not_resumed_with_other_public_rows(tmp_path, is_sparse):
         np.testing.assert_array_equal(fit(public, resume=True).coef_, first.coef_)
         with pytest.raises(CheckpointError, match=r"differs in: .*public rows"):
             fit(public + 64, resume=True)
+
+
+def test_a_fit_that_may_have_been_seen_is_not_computed_again_on_a_device_that_rounds_anew(
+    tmp_path, monkeypatch
+):
+    """The second sum would meet the noise of the first."""
+    rng = np.random.default_rng(0)
+    x, public = rng.normal(size=(200, 2)), rng.normal(size=(50, 2))
+
+    def fit(*, keep, resume):
+        model = PrivateLinearRegression(epsilon=1.0, delta=1e-5)
+        checkpoint = mirrordp.Checkpoint(tmp_path / f"keep {keep}", resume=resume, keep=keep)
+        return model.fit(
+            x, x.sum(axis=1), X_public=public, y_public=public.sum(axis=1), checkpoint=checkpoint
+        )
+
+    fit(keep=True, resume=False)
+    # Without `keep`, only what nobody has seen is computed again.
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(PrivateLinearRegression, "_learn", lambda *_: 1 / 0)
+        fit(keep=False, resume=False)
+    monkeypatch.setattr("mirrordp.training.checkpoint._is_exact", lambda: False)
+    fit(keep=False, resume=True)
+    with pytest.raises(CheckpointError, match="replay steps to the bit"):
+        fit(keep=True, resume=True)

@@ -315,10 +315,10 @@ class RunFolder:
         """Refuses another configuration; rounding matters if steps that were seen run again."""
         replays = self._is_behind or "True" in (then.get(_IS_RARE), now[_IS_RARE])
         repeats = "True" in (then.get(REPEATS), now.get(REPEATS))
-        if replays and not _is_exact():
+        if (replays or repeats) and not _is_exact():
             raise CheckpointError(
                 f"expected a device that can replay steps to the bit, since the newest checkpoint "
-                f"in {str(self.folder)!r} is older than what was shown, got a "
+                f"in {str(self.folder)!r} may be older than what was shown, got a "
                 f"{jax.devices()[0].platform} without that promise. Set "
                 "XLA_FLAGS=--xla_gpu_deterministic_ops=true if the run began so, or begin another "
                 "run; what was charged stays charged."
