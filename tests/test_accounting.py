@@ -7,7 +7,7 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings, strategies as st
-from scipy import optimize, stats
+from scipy import integrate, optimize, stats
 
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Accountant, Adjacency, UnsupportedError
@@ -504,6 +504,38 @@ class TestMuchNoise:
             accounting.epsilon(event, 1e-5, adjacency=adjacency)
         with pytest.raises(ValueError, match=r"noise multipliers are finite .* got"):
             accounting.renyi_divergences(event, (2.0, 8.0), adjacency=adjacency)
+
+
+class TestLittlePrivacyLoss:
+    """Where ε is tiny, the exact formula subtracts two numbers that are equal to all digits."""
+
+    @staticmethod
+    def delta_of(mu, epsilon):
+        """δ = E[(1 − e^(ε−L))₊] for L ~ N(μ²/2, μ²), by an integral that subtracts nothing."""
+        start = epsilon / mu - mu / 2
+        end = 40 / max(1.0, start)
+        return integrate.quad(
+            lambda t: -math.expm1(-mu * t) * stats.norm.pdf(start + t), 0, end, epsabs=0
+        )[0]
+
+    @pytest.mark.parametrize("log_sigma", [2.5, 4, 6, 9, 11, 13, 13.9])
+    @pytest.mark.parametrize("log_delta", [-16, -12, -9, -6, -3])
+    def test_epsilon_is_never_too_small(self, log_sigma, log_delta):
+        sigma, delta = 10.0**log_sigma, 10.0**log_delta
+        event = accounting.full_batch_event(sigma, num_steps=1)
+        found = accounting.epsilon(event, delta, adjacency=Adjacency.ZERO_OUT).epsilon
+        assert self.delta_of(1 / sigma, found) <= delta * (1 + 1e-8)
+        if found > 1e-10:
+            assert self.delta_of(1 / sigma, 0.99 * found) > delta
+
+    def test_a_target_that_integer_orders_do_not_reach(self):
+        sigma = accounting.calibrate(
+            lambda sigma: accounting.full_batch_event(sigma, num_steps=7),
+            epsilon_target=0.01, delta=1e-12, adjacency=Adjacency.ZERO_OUT,
+        )  # fmt: skip
+        mu = math.sqrt(7) / sigma
+        assert self.delta_of(mu, 0.01) <= 1e-12 * (1 + 1e-8)
+        assert self.delta_of(1.01 * mu, 0.01) > 1e-12
 
 
 class TestSearches:

@@ -1437,9 +1437,10 @@ def test_a_fit_that_may_have_been_seen_is_not_computed_again_on_a_device_that_ro
 
     fit(keep=True, resume=False)
     # Without `keep`, only what nobody has seen is computed again.
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
         patch.setattr(PrivateLinearRegression, "_learn", lambda *_: 1 / 0)
-        fit(keep=False, resume=False)
+        with pytest.raises(ZeroDivisionError):
+            fit(keep=False, resume=False)
     monkeypatch.setattr("mirrordp.training.checkpoint._is_exact", lambda: False)
     fit(keep=False, resume=True)
     with pytest.raises(CheckpointError, match="replay steps to the bit"):

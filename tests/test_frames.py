@@ -4,16 +4,22 @@ import datetime
 import io
 import pickle
 import warnings
+from concurrent import futures
 
+import joblib
 import numpy as np
 import pandas
 import polars
 import pytest
+from sklearn.base import BaseEstimator, clone
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor, make_column_transformer
 from sklearn.decomposition import PCA
+from sklearn.ensemble import BaggingRegressor, VotingRegressor
 from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LinearRegression
+from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline, make_union
-from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, Normalizer, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
@@ -264,6 +270,20 @@ def test_an_integer_that_no_float_holds_is_rounded(missing):
     np.testing.assert_array_equal(column, [1.0, np.nan if missing else 2.0, 2.0**53])
 
 
+@pytest.mark.parametrize("odd", [-(2**63), 86_400_000_005, None])
+def test_a_time_of_arrow_that_is_none_in_python_changes_no_other_row(odd):
+    import pyarrow as arrow
+
+    times = arrow.array([22_603_000_001, 7, odd], arrow.time64("us"))
+    for frame in (
+        arrow.table({"t": times}),
+        pandas.DataFrame({"t": pandas.Series(times, dtype=pandas.ArrowDtype(times.type))}),
+    ):
+        (column,) = table_of(frame, "rows", private=True).table.columns.values()
+        expected = [22603.000001, 7e-6, np.nan if odd is None else odd / 1e6]
+        np.testing.assert_array_equal(column, expected)
+
+
 def test_numbers_cannot_stand_for_names_that_are_the_same_number():
     encoder = PublicEncoder().fit(pandas.DataFrame({"code": ["007", "7", "A"] * 20}))
     with pytest.raises(TableError, match=r"expected categories .*, got numbers in 5 of 5"):
@@ -417,6 +437,19 @@ def numbers(rows, seed=0):
     return x, x @ [1.0, 0.2, 0.05] + rng.normal(size=rows)
 
 
+class Elsewhere(BaseEstimator):
+    """A model around another one that has a thread of its own do something with it."""
+
+    def __init__(self, model, away):
+        self.model = model
+        self.away = away
+
+    def fit(self, x, y):
+        with futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(self.away, self.model).result()
+        return self
+
+
 class TestPrivateSteps:
     """A pipeline whose steps learn from private rows is refused, and no other."""
 
@@ -482,7 +515,6 @@ class TestPrivateSteps:
 
     def test_models_around_the_last_step_do_not_hide_it(self):
         from sklearn.model_selection import GridSearchCV
-        from sklearn.multioutput import MultiOutputRegressor
 
         model = PrivateLinearRegression(row_norm_bound=1.0)
         x, y = numbers(50)
@@ -492,6 +524,32 @@ class TestPrivateSteps:
         ):
             with pytest.raises(ValueError, match="fitted its step 'pca'"):
                 make_pipeline(PCA(2), outer).fit(x, np.column_stack([y, y]))
+
+    @pytest.mark.parametrize("outer", [VotingRegressor, BaggingRegressor, MultiOutputRegressor])
+    def test_models_fitted_by_other_threads(self, outer):
+        model = PrivateLinearRegression(row_norm_bound=1.0)
+        several = outer([("model", model)] if outer is VotingRegressor else model, n_jobs=2)
+        x, y = numbers(50)
+        targets = np.column_stack([y, y]) if outer is MultiOutputRegressor else y
+        with (
+            joblib.parallel_config("threading"),
+            pytest.raises(ValueError, match="fitted its step 'minmaxscaler'"),
+        ):
+            make_pipeline(MinMaxScaler(), several).fit(x, targets)
+
+    @pytest.mark.parametrize("away", [pickle.dumps, clone])
+    def test_models_fitted_by_other_processes(self, away):
+        """They are copied and sent there, by any thread, while the pipeline is being fitted."""
+        model = Elsewhere(PrivateLinearRegression(row_norm_bound=1.0), away)
+        with pytest.raises(ValueError, match="fitted its step 'minmaxscaler'"):
+            make_pipeline(MinMaxScaler(), model).fit(*numbers(50))
+        copied = Elsewhere(clone(model.model), away)
+        with pytest.raises(ValueError, match="fitted its step 'minmaxscaler'"):
+            make_pipeline(MinMaxScaler(), copied).fit(*numbers(50))
+        make_pipeline(FunctionTransformer(), model).fit(*numbers(50))
+        # A pipeline of others is no reason to refuse this one.
+        held = Elsewhere(LinearRegression(), lambda _: away(model.model))
+        make_pipeline(MinMaxScaler(), held).fit(*numbers(50))
 
     @pytest.mark.filterwarnings("ignore:.*most private values:mirrordp.data.UnprotectedWarning")
     def test_rows_scaled_by_their_own_moments(self):

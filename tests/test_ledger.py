@@ -1,11 +1,15 @@
 """The ledger: append-only, asking changes nothing; in a file, damage is noticed."""
 
+import copy
 import errno
 import json
 import os
+import pickle
 import random
 import re
 import threading
+import time
+import warnings
 
 import dp_accounting
 import pytest
@@ -68,6 +72,55 @@ def test_different_events_are_composed_in_order(ledger):
     parts = ledger.event.events
     assert [part.event for part in parts] == [POISSON.event, GAUSSIAN, POISSON.event]
     assert [part.count for part in parts] == [5, 2, 5]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_a_copy_is_charged_would_be_lost(ledger, duplicate):
+    """A search with several processes sends its arguments to them as copies."""
+    with pytest.raises(TypeError, match="belongs to one process"):
+        duplicate(ledger)
+
+
+def test_a_forked_process_cannot_charge_a_ledger_in_memory(ledger):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and Python warn of threads that are left behind
+        child = os.fork()
+    if child == 0:
+        try:
+            ledger.charge(GAUSSIAN)
+        except LedgerError as error:
+            os._exit(7 if "forked from" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+class SlowToCompare(dp_accounting.GaussianDpEvent):
+    """An event during whose comparison other threads have their turn."""
+
+    def __eq__(self, other):
+        time.sleep(1e-5)
+        return self.noise_multiplier == other.noise_multiplier
+
+    __hash__ = None
+
+
+def test_threads_may_charge_one_ledger_in_memory(ledger):
+    events = [SlowToCompare(sigma) for sigma in (2.0, 3.0, 4.0)]
+
+    def charge():
+        for _ in range(30):
+            for event in events:
+                ledger.charge(event)
+
+    threads = [threading.Thread(target=charge) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = dict.fromkeys((2.0, 3.0, 4.0), 0)
+    for part in ledger.event.events:
+        counts[part.event.noise_multiplier] += part.count
+    assert set(counts.values()) == {120}
 
 
 def test_nothing_charged_changes_nothing(ledger):

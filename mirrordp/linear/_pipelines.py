@@ -5,12 +5,16 @@ has learned (means, scales, categories, components) is then released without noi
 pipeline and through its predictions, and the estimator compares rows in two different units. There
 are two ways to notice. Who called `fit` is certain: a Pipeline, or another meta-estimator of
 scikit-learn that transforms what it passes on, is on the stack, and its steps say whether they
-learn. Without a Pipeline, the rows themselves tell of a `StandardScaler`: columns whose mean is
-zero and whose deviation is one to six digits were standardised by their own moments.
+learn. Where other threads or processes fit the model of a Pipeline, it is on the stack of some
+thread while the model is copied, sent away or fitted. Without a Pipeline, the rows themselves tell
+of a `StandardScaler`: columns whose mean is zero and whose deviation is one to six digits were
+standardised by their own moments.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,36 +36,71 @@ _EXACT = 1e-6
 _FEWEST_ROWS = 10
 
 
-def refuse_private_steps(estimator: BaseEstimator) -> None:
-    """Raises a ValueError if a Pipeline that is being fitted has steps that learn from its rows."""
-    for caller in _callers(estimator):
+def refuse_private_steps(estimator: BaseEstimator, name: str | None = None) -> None:
+    """Raises a ValueError if a Pipeline that is being fitted has steps that learn from its rows.
+
+    Args:
+        estimator: the model that is fitted to what the Pipeline transformed, or may be.
+        name: what the model shares with its copies, if it has any.
+    """
+    for caller in itertools.chain(_callers(estimator), _fitted_elsewhere(estimator, name)):
         if isinstance(caller, TransformedTargetRegressor):
             steps = [("transformer", caller.transformer)]
         else:
             steps = caller.steps[:-1]
-        for name, step in steps:
+        for step_name, step in steps:
             if _learns(step):
                 raise ValueError(
                     f"{type(estimator).__name__} must be given rows that were transformed by "
                     f"rules from public rows, got a {type(caller).__name__} that has fitted its "
-                    f"step {name!r} to the private rows, without noise, and left X_public as it "
-                    f"was. {_SAFE_WAY}."
+                    f"step {step_name!r} to the private rows, without noise, and left X_public as "
+                    f"it was. {_SAFE_WAY}."
                 )
 
 
 def _callers(estimator: BaseEstimator) -> Iterator[Any]:
-    """Yields the meta-estimators on the stack that transform the rows of this estimator."""
+    """Yields the meta-estimators on this thread's stack that transform rows of the estimator."""
     # The estimator, and those that are fitting it: a search or one model per class, for example.
     inner: list[Any] = [estimator]
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self") if "fit" in frame.f_code.co_name else None
+    for caller in _fitting(sys._getframe(1)):
         is_last = isinstance(caller, Pipeline) and any(caller.steps[-1][1] is one for one in inner)
         if is_last or isinstance(caller, TransformedTargetRegressor):
             yield caller
+        inner.append(caller)
+
+
+def _fitted_elsewhere(estimator: BaseEstimator, name: str | None) -> Iterator[Any]:
+    """Yields those on the stacks of all threads whose model has the estimator or a copy of it."""
+    for frame in sys._current_frames().values():
+        for caller in _fitting(frame):
+            if isinstance(caller, Pipeline):
+                model = caller.steps[-1][1]
+            elif isinstance(caller, TransformedTargetRegressor):
+                model = caller.regressor
+            else:
+                continue
+            if any(_is_copy(part, estimator, name) for part in _with_parts(model)):
+                yield caller
+
+
+def _fitting(frame: FrameType | None) -> Iterator[BaseEstimator]:
+    """Yields the estimators of which a method is on a stack, the innermost first."""
+    while frame is not None:
+        caller = frame.f_locals.get("self") if "fit" in frame.f_code.co_name else None
         if isinstance(caller, BaseEstimator):
-            inner.append(caller)
+            yield caller
         frame = frame.f_back
+
+
+def _with_parts(model: Any) -> Iterator[Any]:
+    yield model
+    if isinstance(model, BaseEstimator) and not isinstance(model, type):
+        yield from model.get_params(deep=True).values()
+
+
+def _is_copy(part: Any, estimator: BaseEstimator, name: str | None) -> bool:
+    lineage = getattr(part, "_lineage", None)
+    return part is estimator or (name is not None and getattr(lineage, "name", None) == name)
 
 
 def _learns(step: Any) -> bool:

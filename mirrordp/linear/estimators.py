@@ -233,7 +233,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             The fitted estimator.
         """
         self._check_parameters()
-        _pipelines.refuse_private_steps(self)
+        self._refuse_private_steps()
         if (X_public is None) != (y_public is None):
             raise ValueError(
                 "X_public and y_public go together, got one of them. Pass both or neither."
@@ -538,10 +538,15 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return found
 
     def __sklearn_clone__(self):
+        self._refuse_private_steps()
         copy: Any = super().__sklearn_clone__()
         copy._lineage = self._with_lineage()
         copy._lineage.copies += 1
         return copy
+
+    def _refuse_private_steps(self) -> None:
+        lineage = getattr(self, "_lineage", None)
+        _pipelines.refuse_private_steps(self, None if lineage is None else lineage.name)
 
     def _with_lineage(self) -> Lineage:
         if not hasattr(self, "_lineage"):
@@ -602,6 +607,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         return "a rehearsal on public rows chose clip norm, steps and learning rate"
 
     def __getstate__(self):
+        # A Pipeline that lets other processes fit its model sends it there while it is fitted.
+        self._refuse_private_steps()
         # Counts of private cells are for the operator and never part of a stored model.
         state: Any = super().__getstate__()
         return {name: {} if name == "unprotected_cells_" else state[name] for name in state}

@@ -15,6 +15,7 @@ accountant does not. `epsilon` makes up for the difference, so events are always
 C.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -31,6 +32,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, compute_epsilon
+from scipy import optimize, special
 
 from mirrordp import _validate
 from mirrordp._warn import warn
@@ -579,9 +581,28 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
         return 0.0
     if math.isinf(mu):
         return math.inf
-    # For a tiny μ it takes the logarithm of zero on the way, which is minus infinity as it should.
-    with np.errstate(divide="ignore"):
-        return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
+    if mu < 1e-3:
+        return _small_gaussian_epsilon(mu, delta)
+    return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
+
+
+def _small_gaussian_epsilon(mu: float, delta: float) -> float:
+    """Returns an upper bound on ε that is tight for small μ, where the exact formula cancels.
+
+    With L ~ N(μ²/2, μ²) and z = (ε − μ²/2)/μ, δ(ε) = E[(1 − e^{ε−L})₊] ≤ E[(L − ε)₊] =
+    μ (φ(z) − z Φ(−z)). At ε = 0, δ is the total variation.
+    """
+    if math.erf(mu / math.sqrt(8)) * (1 + 1e-12) <= delta:
+        return 0.0
+
+    def excess(z: float) -> float:
+        mills_ratio = math.sqrt(math.pi / 2) * special.erfcx(z / math.sqrt(2))
+        return math.log1p(-z * mills_ratio) - z * z / 2 - math.log(2 * math.pi) / 2
+
+    sought = math.log(delta) - math.log(mu)
+    z = optimize.brentq(lambda z: excess(z) - sought, -1, 60)
+    # What the root may be off by, and rounding.
+    return max((mu / 2 + z + 1e-11) * mu * (1 + 1e-9), 0.0)
 
 
 def calibrate(
@@ -624,10 +645,12 @@ def calibrate(
     if chosen is Accountant.PLD and _fresh(Accountant.RDP, adjacency).supports(make_event(1.0)):
         # RDP at integer orders is far cheaper than a PLD, and a good first guess of its answer.
         guess_orders = tuple(range(2, 128))
-        start = search(
-            lambda sigma: _rdp_epsilon(make_event(sigma), delta, adjacency, guess_orders),
-            start=start,
-        )
+        # At these orders there is no guess for a tiny ε.
+        with contextlib.suppress(UnsupportedError):
+            start = search(
+                lambda sigma: _rdp_epsilon(make_event(sigma), delta, adjacency, guess_orders),
+                start=start,
+            )
     return search(achieved, start=start)
 
 

@@ -64,11 +64,18 @@ class Position(NamedTuple):
 
 
 class Ledger:
-    """An append-only list of charged events under one adjacency."""
+    """An append-only list of charged events under one adjacency.
+
+    Threads of one process may share it. A process that was forked off may not charge it, and it
+    cannot be copied or pickled: what a copy is charged would be missing here.
+    """
 
     def __init__(self, adjacency: Adjacency):
         self._adjacency = adjacency
         self._blocks: list[tuple[DpEvent, int]] = []
+        self._process = os.getpid()
+        self.mutex = threading.RLock()
+        """A lock that is held from a look at what was charged to the charge that relies on it."""
 
     @property
     def adjacency(self) -> Adjacency:
@@ -87,12 +94,26 @@ class Ledger:
         accounting.check_noise(event)
         if isinstance(event, dp_accounting.NoOpDpEvent):
             return
+        if self._process != os.getpid():
+            raise LedgerError(
+                "expected a charge from the process that made this ledger, got one from a process "
+                "that was forked from it, whose charge would be lost. Charge one process's ledger, "
+                "or a FileLedger that each process opens for its own run."
+            )
         inner, count = event, 1
         if isinstance(event, dp_accounting.SelfComposedDpEvent):
             inner, count = event.event, event.count
-        if self._blocks and self._blocks[-1][0] == inner:
-            count += self._blocks.pop()[1]
-        self._blocks.append((inner, count))
+        with self.mutex:
+            if self._blocks and self._blocks[-1][0] == inner:
+                count += self._blocks.pop()[1]
+            self._blocks.append((inner, count))
+
+    def __reduce__(self):
+        raise TypeError(
+            "a ledger in memory belongs to one process and cannot be copied: what a copy is "
+            "charged would be missing in it. Run in this process (n_jobs=1), or open a Budget or "
+            "FileLedger by its path in each process."
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'; '.join(value for _, value in self._described())})"
@@ -110,9 +131,10 @@ class Ledger:
     @property
     def event(self) -> DpEvent:
         """Everything charged so far, as one event."""
-        parts: list[DpEvent] = [
-            dp_accounting.SelfComposedDpEvent(event, count) for event, count in self._blocks
-        ]
+        with self.mutex:
+            parts: list[DpEvent] = [
+                dp_accounting.SelfComposedDpEvent(event, count) for event, count in self._blocks
+            ]
         if not parts:
             return dp_accounting.NoOpDpEvent()
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
@@ -170,8 +192,6 @@ class FileLedger(Ledger):
         self._lock = lock
         found = os.stat(path)
         self._file, self._size = _files.identity(found), found.st_size if size is None else size
-        self.mutex = threading.RLock()
-        """A lock that is held from a look at the records to the append that relies on it."""
         try:
             super().__init__(Adjacency(records[0]["adjacency"]))
             for record in records:

@@ -274,7 +274,7 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
                 if len(batch):
                     columns, unreadable = {}, {}
                     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                        cells = _parquet_cells(column)
+                        cells = arrow_cells(column)
                         if cells is None:
                             unreadable[name] = _kind(column.type)
                         else:
@@ -288,7 +288,7 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
         ) from None
 
 
-def _parquet_cells(column: Any) -> Cells | None:
+def arrow_cells(column: Any) -> Cells | None:
     """Returns the cells of a column, or None if its type has no meaning here."""
     arrow, _ = _pyarrow()
     types, kind = arrow.types, column.type

@@ -20,6 +20,7 @@ from mirrordp.tables.files import (
     NumberText,
     Table,
     TableError,
+    arrow_cells,
     mark,
     seconds_of,
     temporal_cells,
@@ -147,6 +148,11 @@ def _cells(series: Any) -> Cells:
         if kind.time_zone is not None:
             series = series.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
         return temporal_cells(series.to_numpy())
+    if kind == narwhals.Time and not series.implementation.is_polars():
+        # Arrow's times may lie beyond a day, or beyond what Python can say.
+        cells = arrow_cells(series.to_arrow())
+        assert cells is not None
+        return cells
     if kind == narwhals.Duration or kind == narwhals.Date:
         values = series.to_numpy()
         if values.dtype.kind in "mM":
