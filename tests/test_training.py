@@ -585,6 +585,32 @@ class TestWhatIsShown:
         )
         assert len(set(info.public_loss.tolist())) > 3
 
+    @pytest.mark.parametrize("charted", [False, True])
+    def test_half_a_step_under_the_noise_of_the_whole_one_is_not(self, charted):
+        """An optimiser or a chart may log what it is given; two sums under one noise differ by
+        records."""
+        logged = []
+
+        def log(gradient):
+            jax.debug.callback(lambda g: logged.append(np.asarray(g)), gradient)
+            return gradient
+
+        def update(gradient, state, params=None):
+            return log(gradient), state
+
+        options = {"optimizer": optax.GradientTransformation(lambda _: optax.EmptyState(), update)}
+        if charted:
+            chart = mirrordp.updates.recentred()
+            logging = chart._replace(release=lambda centre, mean: chart.release(centre, log(mean)))
+            # Where half a step is done, an optimiser with public data is given what is public.
+            options = {"chart": logging}
+        found = mechanism(sampling=mirrordp.privacy.FullBatch.of(40, capacity=16))
+        _, info = last(run(mechanism=found, **options))
+        jax.effects_barrier()
+        # Three passes make a step.
+        shown = {gradient.tobytes() for gradient in logged if gradient.any()}
+        assert len(shown) == info.charged_steps
+
 
 class TestOverlap:
     overlapping = PublicData(np.concatenate([X[[3, 8, 8]], 2 * X[:3]]))

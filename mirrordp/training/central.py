@@ -327,14 +327,18 @@ class TrainStep:
             total.total, state.noise_state, weight=weight
         )
         # Where α = 0 nothing is released and no noise is used up.
-        private_grad = self.mechanism.mean(noisy_sum)
-        if self.chart is not None:
-            private_grad = self.chart.release(state.chart, private_grad)
+        is_private = alpha > 0
+        mean = self.mechanism.mean(noisy_sum)
         private_grad, noise_state = select(
-            alpha > 0,
-            (private_grad, noise_state),
-            (self.trainable.zero_sum(state.params), state.noise_state),
+            is_private,
+            (mean, noise_state),
+            (jax.tree.map(jnp.zeros_like, mean), state.noise_state),
         )
+        if self.chart is not None:
+            # A chart may add what is public.
+            released = self.chart.release(state.chart, private_grad)
+            nothing = self.trainable.zero_sum(state.params)
+            private_grad = select(is_private, released, nothing)
         noisy_grad_norm = optax.tree.norm(private_grad)
         if self.noisy_clip_norm is not None:
             clip = optax.clip_by_global_norm(self.noisy_clip_norm)

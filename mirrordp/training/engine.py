@@ -596,8 +596,11 @@ def _scan_passes(
             total = partial_sum
             if placement is not None:
                 total = placement.total(step, prepared, partial_sum)
+            # The optimiser may show what it is given: not the sum of half a step under the noise of
+            # the whole one. At α = 0 it gets neither.
+            alpha = x.alpha if step.branches else jnp.where(x.is_last, x.alpha, 0)
             found = public_gradient if step.prepares else public_side(state, x.alpha)
-            finished, info = step.finish(prepared, total, found, x.alpha)
+            finished, info = step.finish(prepared, total, found, alpha)
             return (finished, zero), info
 
         if step.branches:
