@@ -39,6 +39,7 @@ from mirrordp.training.checkpoint import (
     program,
     to_arrays,
 )
+from mirrordp.training.shown import digest
 from tests import tools
 from tests.test_cli_fit import fit_options, make_table, two_tables
 from tests.test_training import bits
@@ -456,6 +457,115 @@ class TestRefused:
             Checkpoint(tmp_path, every=2)
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
         Checkpoint(tmp_path, every=2)
+
+
+class Scale:
+    """A number that a loss reads when it is traced."""
+
+    value = 1.0
+
+
+def scaled_distance(params, example):
+    return Scale.value * tools.squared_distance(params, example)
+
+
+class TestWhatWasShown:
+    """Two sums under one noise: what is computed again is compared before it is shown again."""
+
+    def test_other_values_are_not_shown(self, tmp_path, monkeypatch):
+        """A program that was compiled before a number changed is not the one that is compared."""
+        last(run(loss=scaled_distance))
+        monkeypatch.setattr(Scale, "value", 0.5)
+        interrupted(tmp_path / "run", 3, loss=scaled_distance, every=2)
+        shown = (tmp_path / "run" / "shown").read_text()
+        assert [int(line.split()[0]) for line in shown.splitlines()] == [3, 6, 9]
+        jax.clear_caches()
+        resumed = run(tmp_path / "run", loss=scaled_distance, every=2, resume=True)
+        assert next(resumed)[1].step == 6
+        with pytest.raises(CheckpointError, match=r"step 9 .* got other values"):
+            next(resumed)
+
+    def test_a_state_that_only_a_damaged_checkpoint_holds(self, tmp_path):
+        interrupted(tmp_path / "run", 3)
+        spoil(max(checkpoint_files(tmp_path / "run").items())[1], "cut")
+        shown = tmp_path / "run" / "shown"
+        text = re.sub("^9 .*$", f"9 {'0' * 32}", shown.read_text(), flags=re.MULTILINE)
+        shown.write_text(text)
+        with pytest.warns(UserWarning, match="going on from the one before"):
+            resumed = run(tmp_path / "run", resume=True)
+        assert next(resumed)[1].step == 6
+        with pytest.raises(CheckpointError, match="step 9"):
+            next(resumed)
+
+    @pytest.mark.parametrize("tail", [b"12 abc", b"12 " + 32 * b"0", b"\xff\n"])
+    def test_a_line_that_is_cut_is_of_a_state_that_nobody_saw(self, tmp_path, tail):
+        interrupted(tmp_path / "run", 3, every=2)
+        path = tmp_path / "run" / "shown"
+        intact = path.read_bytes()
+        path.write_bytes(intact + tail)
+        steps = run(tmp_path / "run", every=2, resume=True, keep=True)
+        assert [info.step for _, info in steps] == [6, 9, 12]
+        assert path.read_bytes().startswith(intact)
+        assert len(path.read_bytes().splitlines()) == 4
+
+    def test_it_goes_with_the_other_secrets(self, tmp_path):
+        last(run(tmp_path / "run"))
+        assert not (tmp_path / "run" / "shown").exists()
+        last(run(tmp_path / "run", keep=True, every=2))
+        assert (tmp_path / "run" / "shown").stat().st_mode & 0o077 == 0
+        Checkpoint(tmp_path / "run").remove()
+        assert not (tmp_path / "run" / "shown").exists()
+
+    def test_numbers_of_a_weak_type_take_the_same_type_after_a_crash(self, tmp_path):
+        """A checkpoint knows nothing of weak types: with them, bfloat16 would become float32."""
+
+        def init(params):
+            return jnp.asarray(0.3)
+
+        def update(gradient, rate, params=None):
+            return jax.tree.map(lambda g: -(rate * g) * 1.7, gradient), rate * 0.95
+
+        options = {
+            "optimizer": optax.GradientTransformation(init, update),
+            "params": THETA.astype(jnp.bfloat16),
+            "average": None,
+        }
+        state, _ = last(run(**options))
+        interrupted(tmp_path / "run", 3, every=2, **options)
+        resumed = last(run(tmp_path / "run", resume=True, every=2, **options))
+        assert bits(resumed[0]) == bits(state)
+        assert not state.opt_state.weak_type
+
+    def test_a_digest_depends_on_every_bit_and_on_nothing_else(self):
+        tree = {
+            "a": jnp.arange(12.0).reshape(3, 4),
+            "half": jnp.ones(5, jnp.bfloat16),
+            "small": jnp.arange(3, dtype=jnp.int8),
+            "flag": jnp.array([True, False]),
+            "z": jnp.array([1 + 2j]),
+            "key": jax.random.key(1),
+            "none": jnp.zeros((0, 2)),
+        }
+        known = digest(tree)
+        assert re.fullmatch("[0-9a-f]{32}", known)
+        assert digest(jax.tree.map(jnp.copy, tree)) == known
+        assert digest({**tree, "a": np.asarray(tree["a"])}) == known
+        seen = {known}
+        for place in range(12):
+            for bit in range(32):
+                words = np.asarray(tree["a"]).view(np.uint32).copy().ravel()
+                words[place] ^= np.uint32(1 << bit)
+                seen.add(digest({**tree, "a": words.view(np.float32).reshape(3, 4)}))
+        assert len(seen) == 1 + 12 * 32
+        for name, other in (
+            ("half", tree["half"].at[2].set(2)),
+            ("small", tree["small"].at[0].set(1)),
+            ("flag", ~tree["flag"]),
+            ("z", tree["z"].conj()),
+            ("key", jax.random.key(2)),
+            ("a", tree["a"][::-1]),
+        ):
+            assert digest({**tree, name: other}) != known
 
 
 class TestDamage:

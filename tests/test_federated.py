@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import runpy
 import warnings
 from pathlib import Path
@@ -741,6 +742,17 @@ class TestNeighbours:
         assert max(norms) >= CLIP * (1 - 1e-3)
         broken, _ = step.contribution({"w": jnp.array([jnp.nan])}, jnp.float32(1.0))
         assert all((leaf == 0).all() for leaf in jax.tree.leaves(broken))
+
+    @pytest.mark.parametrize("clip_norm", [1e-9, 1e-30, 1e-40, 0.0])
+    def test_a_clip_norm_next_to_zero(self, clip_norm):
+        """C divided by it overflows."""
+        step = federated.FederatedStep(
+            tools.squared_distance, mechanism(l2_clip_norm=1e30), client_learning_rate=0.1
+        )
+        for delta in ([1.0, 2.0], [1e-38, 1e-30], [3e38, 1.0]):
+            made, _ = step.contribution(jnp.array(delta), jnp.float32(clip_norm))
+            leaves = jax.tree.leaves(step.one_sum(made).total.floats())
+            assert math.hypot(*(float(value) for leaf in leaves for value in leaf)) <= 1e30
 
 
 def listed(rows):

@@ -1,11 +1,13 @@
 """The server's side of Flower runs, without processes: what replies can and cannot do."""
 
 import collections
+import copy
 import dataclasses
 import importlib.util
 import json
 import logging
 import os
+import pickle
 import re
 import threading
 import time
@@ -437,6 +439,13 @@ def test_a_round_with_nobody_in_it():
     server.aggregate_train(1, [])
     assert server.charged_steps == 1
     assert np.abs(wide(server.params)).min() > 0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_strategy_cannot_be_copied(duplicate):
+    """Both would add the same noise."""
+    with pytest.raises(TypeError, match="cannot be copied"):
+        duplicate(strategy())
 
 
 def test_cohorts_are_those_of_the_mechanism():

@@ -686,3 +686,26 @@ def test_a_split_leaves_private_rows_on_disk():
     assert sources.on_disk(private.arrays)
     same(read_rows(private.arrays, np.arange(len(private))), expected[0].arrays)
     same(public.arrays, expected[1].arrays)
+
+
+def test_one_file_does_not_decide_the_type_of_all(tmp_path):
+    """Arrow would round the numbers of all files to the precision of the first one."""
+    folder = tmp_path / "users"
+    folder.mkdir()
+    numbers = np.random.default_rng(0).normal(size=5)
+    for name, dtype in (("a", "float16"), ("b", "float32")):
+        table = pa.table({"x": numbers.astype(dtype), "unused": numbers.astype(dtype)})
+        pa.parquet.write_table(table, folder / f"{name}.parquet")
+    with pytest.raises(ValueError, match=r"column 'x' must have one type .* halffloat and float"):
+        parquet_rows(folder, columns=["x"])
+    pa.parquet.write_table(
+        pa.table({"x": numbers.astype("float32"), "unused": numbers}), folder / "a.parquet"
+    )
+    assert parquet_rows(folder, columns=["x"])["x"].dtype == np.float32
+
+
+def test_names_may_be_stored_as_dictionaries_of_any_size(tmp_path):
+    for name, index in (("a", pa.int8()), ("b", pa.int16())):
+        names = pa.array(["x", "y"], pa.dictionary(index, pa.string()))
+        pa.parquet.write_table(pa.table({"name": names}), tmp_path / f"{name}.parquet")
+    parquet_rows(tmp_path)

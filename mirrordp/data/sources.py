@@ -740,9 +740,11 @@ def parquet_rows(
             f"columns must name columns of the file, got {unknown}. Its columns are "
             f"{dataset.schema.names}."
         )
+    fragments = list(dataset.get_fragments())
+    _check_types(fragments, wanted)
     groups = [
         (fragment, group.id, group.num_rows)
-        for fragment in dataset.get_fragments()
+        for fragment in fragments
         for group in fragment.row_groups
         if group.num_rows
     ]
@@ -759,6 +761,28 @@ def parquet_rows(
         return arrays[0] if _is_one(part) else np.stack(arrays, axis=1)
 
     return _decoded(columns_of(_Blocks(starts, list(named), read)), decode)
+
+
+def _check_types(fragments: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises a ValueError if a column has another type in another file.
+
+    Arrow would give all files the types of the first one, which may be one person's: her numbers of
+    half precision would round those of everyone.
+    """
+    import pyarrow
+
+    types: dict[str, Any] = {}
+    for fragment in fragments:
+        for field in fragment.physical_schema:
+            # A dictionary only says how the same values are stored.
+            is_dictionary = pyarrow.types.is_dictionary(field.type)
+            kind = field.type.value_type if is_dictionary else field.type
+            if field.name in names and types.setdefault(field.name, kind) != kind:
+                raise ValueError(
+                    f"column {field.name!r} must have one type in all files, got "
+                    f"{types[field.name]} and {kind}. Write all of them with the same types. "
+                    f"{UNPROTECTED}"
+                )
 
 
 def _is_one(part: str | Sequence[str]) -> bool:

@@ -317,6 +317,12 @@ class PrivateStrategy(Strategy):
             covered by the guarantee, so for the operator only.
     """
 
+    def __reduce__(self):
+        raise TypeError(
+            "a PrivateStrategy cannot be copied: its copies would add the same noise to other "
+            "sums. Make another one."
+        )
+
     def __init__(
         self,
         step: FederatedStep,

@@ -600,7 +600,7 @@ def _small_gaussian_epsilon(mu: float, delta: float) -> float:
         return math.log1p(-z * mills_ratio) - z * z / 2 - math.log(2 * math.pi) / 2
 
     sought = math.log(delta) - math.log(mu)
-    z = optimize.brentq(lambda z: excess(z) - sought, -1, 60)
+    z = float(optimize.brentq(lambda z: excess(z) - sought, -1, 60))  # pyright: ignore[reportArgumentType]
     # What the root may be off by, and rounding.
     return max((mu / 2 + z + 1e-11) * mu * (1 + 1e-9), 0.0)
 

@@ -27,6 +27,7 @@ from mirrordp.spending.ledger import Block, FileLedger, Ledger, ledger_for
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.checkpoint import Checkpoint, RunFolder
 from mirrordp.training.processes import Group, from_first, on_host, source_digest
+from mirrordp.training.shown import digest
 from mirrordp.types import PyTree
 
 # The log depends on the mechanism and the clock, and on no private record.
@@ -272,9 +273,26 @@ class Books:
                     _log.info("run %s: charged private steps %d to %d", name, first, last)
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
-        """Writes a checkpoint after block number `block` if one is due."""
-        if self._folder is not None and (is_last or (block + 1) % self._every == 0):
+        """Writes a checkpoint after block number `block` if one is due.
+
+        Raises:
+            CheckpointError: if this state was shown before a crash, and was another one.
+        """
+        if self._folder is None:
+            return
+        self.keep_digested(digest((state, kept.shown)), state, kept, block, is_last=is_last)
+
+    def keep_digested(
+        self, shown: str, state: PyTree, kept: Kept, block: int, *, is_last: bool
+    ) -> None:
+        """Does what `keep` does, with the digest of the state and of what is shown beside it."""
+        assert self._folder is not None
+        self._folder.compare_shown(kept.step, shown)
+        if is_last or (block + 1) % self._every == 0:
             self._save(state, kept)
+        # After the checkpoint: until this returns nobody has seen the state, and a device that
+        # rounds anew may compute it again.
+        self._folder.note_shown(kept.step, shown)
 
     def _save(self, state: PyTree, kept: Kept) -> None:
         assert self._folder is not None
@@ -440,11 +458,13 @@ class SharedBooks:
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint if one is due; returns on no process before it is on disk."""
-        if self._every is None or not (is_last or (block + 1) % self._every == 0):
+        if self._every is None:
             return
-        host = on_host(state)
+        shown = digest((state, kept.shown))
+        is_due = is_last or (block + 1) % self._every == 0
+        host = on_host(state) if is_due else None
         if self._group.is_first:
-            self._own.keep(host, kept, block, is_last=is_last)
+            self._own.keep_digested(shown, host, kept, block, is_last=is_last)
         self._group.from_first(kept.step)
 
     def finish(self) -> None:

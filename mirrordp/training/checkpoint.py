@@ -3,6 +3,7 @@
 A run folder, which only its owner can read, holds
 
     checkpoint-N     the newest two: random seed, parameters, optimiser, noise state, position
+    shown            a digest of each state that was yielded
     secret.key       the key of the data fingerprints
     ledger.jsonl     what was charged, unless the run is charged to a budget or another ledger
     lock             held by the process that runs
@@ -15,7 +16,8 @@ the folder that is released, and it is removed when the run ends.
 Resuming repeats the steps after the checkpoint. The seed determines batches and noise, and the
 configuration (mechanism, programs of the losses with their gradients and of the optimiser, data,
 versions, device) is compared before anything runs. A step that ran before the crash and runs again
-therefore has the same data, parameters, batch and noise, and is charged once.
+therefore has the same data, parameters, batch and noise, and is charged once. What comes out is
+compared with what was shown, before it is shown again.
 """
 
 import contextlib
@@ -49,6 +51,7 @@ from mirrordp.spending import files as _files, fingerprint as _fingerprint
 from mirrordp.spending.budget import LEDGER_FILE, Budget
 from mirrordp.spending.files import StorageError
 from mirrordp.spending.ledger import FileLedger, Ledger, Position, check_position
+from mirrordp.training.shown import FILE as SHOWN_FILE, Shown
 from mirrordp.types import PyTree
 
 MAGIC = b"mirrordp checkpoint 2\n"
@@ -231,6 +234,9 @@ class RunFolder:
             self.key = _fingerprint.make_key(folder)
             self._is_behind = False
             self.saved = self._load()
+            if self.saved is None:
+                (folder / SHOWN_FILE).unlink(missing_ok=True)
+            self._shown = Shown(folder)
             if self.saved is not None and not checkpoint.resume:
                 raise CheckpointError(
                     f"expected a folder without an unfinished run, got one in {str(folder)!r}. "
@@ -353,6 +359,22 @@ class RunFolder:
             for old in sorted(found)[: len(found) + 1 - KEPT]:
                 found[old].unlink()
 
+    def note_shown(self, step: int, digest: str) -> None:
+        """Notes a state that is about to be shown; it is on disk when this returns."""
+        self._require_place()
+        with self._named_errors("written"):
+            self._shown.note(step, digest)
+
+    def compare_shown(self, step: int, digest: str) -> None:
+        """Raises a `CheckpointError` if another state was shown after this step before a crash."""
+        if not self._shown.agrees(step, digest):
+            raise CheckpointError(
+                f"expected step {step} of the run in {str(self.folder)!r} to come out as it did "
+                "before the run was interrupted, got other values, which would tell what the noise "
+                "was. Resume it where it began: same machine, same program, same settings of JAX. "
+                "What was charged stays charged."
+            )
+
     def finish(self) -> None:
         """Removes the checkpoints and the key unless they are to be kept; the ledger stays."""
         if self._lock.is_in_place:
@@ -468,6 +490,7 @@ def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
     if not folder.is_dir():
         return
     _remove_leftovers(folder)
+    (folder / SHOWN_FILE).unlink(missing_ok=True)
     # The key goes last: without it a checkpoint that is still there could not be resumed.
     for _, path in sorted(checkpoint_files(folder).items()):
         path.unlink(missing_ok=True)
@@ -502,6 +525,7 @@ _OF_A_PROCESSOR = (
 _OF_THE_COMPILER = (
     *("jax_default_matmul_precision", "jax_compiler_enable_remat_pass", "jax_optimization_level"),
     *("jax_exec_time_optimization_effort", "jax_memory_fitting_effort"),
+    *("jax_disable_most_optimizations", "jax_num_cpu_devices", "jax_default_device"),
 )
 
 
@@ -515,6 +539,8 @@ def machine(*, sizes_follow_memory: bool) -> str:
             much memory there is.
     """
     found = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "processor": platform.processor()}
+    # The number of threads that XLA has, where it is not that of the processors.
+    found["threads"] = os.environ.get("NPROC", "")
     found |= {name: str(getattr(jax.config, name, None)) for name in _OF_THE_COMPILER}
     if sizes_follow_memory:
         found["memory"] = str(device_memory())

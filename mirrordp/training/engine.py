@@ -614,7 +614,8 @@ def _scan_passes(
             found = (placement.kept(found[0]), found[1])
         return found, info
 
-    (state, partial_sum), infos = jax.lax.scan(body, (state, partial_sum), inputs)
+    (state, partial_sum), infos = jax.lax.scan(body, (_strong(state), partial_sum), inputs)
+    state = _strong(state)
     if placement is not None:
         state, infos = placement.kept(state), placement.seen(infos)
     return state, partial_sum, infos
@@ -713,7 +714,22 @@ def _stacked(trees: Sequence[Any]) -> Any:
 
 
 def _first_state(step: Step, start: _Start, key: jax.Array) -> State:
-    return step.init(start.params, key)._replace(opt_state=start.opt_state)
+    return _strong(step.init(start.params, key)._replace(opt_state=start.opt_state))
+
+
+def _strong(state: State) -> State:
+    """Returns the state without weak types, of which a checkpoint knows nothing.
+
+    A number of a weak type takes the type of what it meets, so that a run would round otherwise
+    once it is resumed.
+    """
+
+    def strong(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
+
+    return jax.tree.map(strong, state)
 
 
 def _like_first(step: Step, start: _Start, key: jax.Array) -> State:

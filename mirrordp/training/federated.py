@@ -565,9 +565,13 @@ class FederatedStep:
         """
         clipped = clip_delta(delta, clip_norm)
         weight, count_weight = self._budget
-        scaled = jax.tree.map(
-            lambda leaf: leaf * jnp.asarray(weight / clip_norm, leaf.dtype), clipped.delta
-        )
+
+        def scale(leaf: jax.Array) -> jax.Array:
+            found = leaf * jnp.asarray(weight / clip_norm, leaf.dtype)
+            # For a tiny clip norm the quotient overflows.
+            return jnp.where(jnp.isfinite(found), found, jnp.zeros_like(found))
+
+        scaled = jax.tree.map(scale, clipped.delta)
         if self.adaptive_clip is None:
             return Contribution(scaled, None), clipped
         sign = jnp.where(clipped.unprivatized_norm <= clip_norm, 1.0, -1.0)
