@@ -513,6 +513,28 @@ def test_a_failed_public_pass_leaves_hooks_on():
     assert made.optimizer.charged_steps == 2
 
 
+def test_private_rows_are_not_public():
+    for mode in ("hooks", "ghost"):
+        made = mixed(mode)
+        x, y = next(iter(made.loader))
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(lambda: F.cross_entropy(made.module(x), y))  # noqa: B023
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(F.cross_entropy(made.module(x), y))
+        train(made, 1)
+        assert made.optimizer.charged_steps == 1
+
+
+def test_a_module_can_be_copied():
+    made = mixed()
+    train(made, 1)
+    twin = copy.deepcopy(made.module).eval()
+    with made.optimizer.public_pass():
+        assert torch.equal(twin(PUBLIC[0]), made.module(PUBLIC[0]))
+    train(made, 1)
+    assert made.optimizer.charged_steps == 2
+
+
 def test_mixed_precision():
     made = mixed()
     for batch in made.loader:
@@ -604,6 +626,23 @@ def test_a_tensor_for_each_part_is_refused():
 
     with pytest.raises(RuntimeError, match="pass a function that fetches its rows"):
         run()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parts_without_a_private_pass_are_one_step(mode):
+    def run(size):
+        made = mixed(mode, alpha=[1.0] + [0.0] * 50)
+        torch.manual_seed(7)
+        calls = []
+        for batch in parts_of(made, size):
+            if made.optimizer.alpha > 0:
+                backward(made, batch)
+            made.optimizer.public_step(lambda: calls.append(1) or public_loss(made))
+            made.optimizer.step()
+        return len(calls)
+
+    # The number of public steps must not depend on the size of private batches.
+    assert run(ROWS) == run(3) == 3
 
 
 def test_empty_batches_are_charged():
@@ -863,6 +902,16 @@ def test_the_optimizer_under_opacus_cannot_be_stepped():
     assert same(before, params(made))
 
 
+def test_noise_is_good_for_one_step():
+    made = mixed(alpha=1.0)
+    first, second = list(made.loader)[:2]
+    backward(made, first)
+    assert made.optimizer.pre_step()
+    backward(made, second)
+    with pytest.raises(RuntimeError, match="adds no noise"):
+        made.optimizer.original_optimizer.step()
+
+
 def test_accumulated_batches_are_refused():
     made = mixed()
     made.module.allow_grad_accumulation()
@@ -1097,6 +1146,107 @@ def test_random_rows_in_empty_batches():
     for _ in in_parts(made, 2):
         pass
     assert made.optimizer.charged_steps == 6
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_rows_of_two_batches_in_one_step(is_copy):
+    made = one_record()
+    made.loader.batch_sampler.steps = 3
+    batches = iter(made.loader)
+    a = next(batches)
+    loss = made.criterion(made.module(a[0]), a[1])
+    b = next(batches)
+    if is_copy:
+        b = [t.flip(0) for t in b]  # the record is in another row, and each row is clipped
+    (loss + made.criterion(made.module(b[0]), b[1])).backward()
+    with pytest.raises(RuntimeError, match=r"rows of several.*appear more than once"):
+        made.optimizer.step()
+    backward(made, next(batches))
+    made.optimizer.step()
+    assert influence(made) == pytest.approx(1, rel=1e-4)
+    assert made.optimizer.charged_steps == 1
+
+
+def test_rows_of_two_batches_in_one_forward_pass():
+    class Difference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x, other):
+            return self.linear(x - other)
+
+    made = mixed(alpha=1.0, module=Difference(), batch=ROWS)
+    made.loader.batch_sampler.steps = 2
+    a, b = made.loader
+    made.criterion(made.module(a[0], b[0]), a[1]).backward()
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        made.optimizer.step()
+
+
+def test_batches_fetched_between_forward_pass_and_step():
+    made = mixed(alpha=1.0)
+    batches = iter(made.loader)
+    batch = next(batches)
+    while batch is not None:
+        backward(made, [t.clone() for t in batch])
+        batch = next(batches, None)
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("late", [False, True])
+def test_batches_that_are_skipped_after_the_backward_pass(mode, late):
+    made = mixed(mode, alpha=1.0)
+    for number, batch in enumerate(made.loader):
+        if not late:
+            made.module.zero_grad()
+        loss = made.criterion(made.module(batch[0]), batch[1])
+        if late:
+            made.optimizer.zero_grad()
+        loss.backward()
+        if number != 1:
+            made.optimizer.step()
+    assert made.optimizer.charged_steps == 3
+
+
+def test_layers_that_see_other_rows():
+    class Flattens(nn.Module):
+        """Its second layer sees each value of the first one in a row of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 2), nn.Linear(1, 2)
+
+        def forward(self, x):
+            return self.second(self.first(x).reshape(-1, 1)).reshape(-1, 2, 2).sum(1)
+
+    options = {"clipping": "per_layer", "max_grad_norm": [CLIP] * 4}
+    made = mixed(alpha=1.0, module=Flattens(), **options)
+    batch = next(iter(made.loader))
+    backward(made, batch)
+    with pytest.raises(RuntimeError, match=f"got those of {2 * len(batch[0])} rows"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_pass_that_is_refused_takes_no_part():
+    made = one_record(workers=1, persistent=True)
+    made.loader.batch_sampler.steps = 4
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer
+    )
+    with manager as loader:
+        outer, inner = iter(loader), iter(loader)
+        for number, batch in enumerate(inner):
+            backward(made, batch)
+            made.optimizer.step()
+            if number == 0:
+                with pytest.raises(RuntimeError, match="one pass over the private loader"):
+                    next(outer)
+    assert made.optimizer.charged_steps == 4
 
 
 # What ghost clipping clips.
@@ -1450,6 +1600,16 @@ def test_steps_of_another_optimizer_after_a_resume(accountant):
         [SIGMA, RATE, 4],
         [2 * SIGMA, RATE, 3],
     ]
+
+
+def test_the_history_of_another_run_is_charged():
+    made, other = mixed(accountant="rdp"), mixed(accountant="rdp", noise=1.0)
+    train(made, 3)
+    train(other, 3)
+    # As long as that of this run, and not among its charges.
+    made.engine.accountant.load_state_dict(other.engine.accountant.state_dict())
+    assert made.optimizer.report(DELTA, seeded=True).charged_steps == 6
+    assert made.optimizer.spent(DELTA).epsilon > other.optimizer.spent(DELTA).epsilon
 
 
 def test_a_checkpoint_of_the_engine(tmp_path):

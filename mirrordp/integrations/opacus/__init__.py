@@ -145,10 +145,7 @@ def with_public_gradient(
         spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
     )
     passes = Passes(module, draws)
-    mixing = Mixing(
-        alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books, passes,
-        trained=list(optimizer.params),
-    )  # fmt: skip
+    mixing = Mixing(alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books, passes)
     if isinstance(spend, Budget):
         _admit(spend, optimizer, mixing)
     kind = type(optimizer)

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Which Poisson batch a step belongs to.
 
 A private loader comes in and goes on yielding what it did. Each batch is numbered when its sampler

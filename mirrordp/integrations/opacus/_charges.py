@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """What the steps of a run were charged.
 
 Each step is charged to a ledger or budget before its noise is drawn. So are steps that only Opacus'

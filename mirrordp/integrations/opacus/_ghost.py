@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """What ghost clipping clips.
 
 Opacus finds the norm of each row's gradient with its hooks in a first backward pass, and computes a
@@ -22,12 +23,14 @@ class Clipped(NamedTuple):
     Attributes:
         num_rows: the number of rows that were clipped.
         clip_norm: the norm that they were clipped to.
-        grads: the gradients, and how often each had been changed by then.
+        grads: the gradients.
+        versions: how often each had been changed by then.
     """
 
     num_rows: int
     clip_norm: float
-    grads: list[tuple[torch.Tensor | None, int]]
+    grads: list[torch.Tensor]
+    versions: list[int]
 
 
 def clipped_backward(
@@ -53,7 +56,7 @@ def clipped_backward(
         reduce = torch.mean if loss.loss_reduction == "mean" else torch.sum
         reduce(losses, dim=0).backward(retain_graph=True)
         zero_grad()
-        unknown = [p for p in params if p._norm_sample is None]  # pyright: ignore
+        unknown = [param for param in params if getattr(param, "_norm_sample", None) is None]
         if unknown:
             raise RuntimeError(
                 "expected a loss that depends on all trainable parameters by forward passes in "
@@ -70,20 +73,22 @@ def clipped_backward(
     finally:
         hooks.enable_hooks()
     passes.calls.clear()
-    return Clipped(len(losses), float(hooks.max_grad_norm), _grads(params))
+    grads = [param.grad for param in params if param.grad is not None]
+    versions = [grad._version for grad in grads]
+    return Clipped(len(losses), float(hooks.max_grad_norm), grads, versions)
 
 
 def check_unchanged(clipped: Clipped, params: Sequence[torch.nn.Parameter]) -> None:
     """Refuses gradients that are not those which ghost clipping left."""
-    found = _grads(params)
-    same = zip(found, clipped.grads, strict=True)
-    if any(new[0] is not old[0] or new[1] != old[1] for new, old in same):
+    found = [param.grad for param in params if param.grad is not None]
+    ids = [id(grad) for grad in found], [id(grad) for grad in clipped.grads]
+    if ids[0] != ids[1] or [grad._version for grad in found] != clipped.versions:
         raise RuntimeError(
             "expected the gradients that ghost clipping computed, got others. Between backward() "
             "and step(), leave p.grad as it is, and call no backward() of another loss: its "
             "gradient would not be clipped."
         )
-    norms = [torch.linalg.vector_norm(grad.float()) for grad, _ in found if grad is not None]
+    norms = [torch.linalg.vector_norm(grad.float()) for grad in found]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     # Half precision and TF32 compute the norms of rows to less than three digits.
     if norm > clipped.num_rows * clipped.clip_norm * 1.01:
@@ -92,11 +97,6 @@ def check_unchanged(clipped: Clipped, params: Sequence[torch.nn.Parameter]) -> N
             f"got one of norm {float(norm):.4g}. Ghost clipping does not clip this model; use "
             "grad_sample_mode='hooks'."
         )
-
-
-def _grads(params: Iterable[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
-    grads = [param.grad for param in params]
-    return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
 
 def _check_one_per_row(losses: torch.Tensor, num_rows: int | None) -> None:

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Opacus' optimisers with public gradients.
 
 A step clips, charges, adds noise and mixes. What it needs for that is certified before: `_passes`
@@ -6,7 +7,7 @@ clipped. `_add_part` puts these together.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -41,13 +42,11 @@ class Mixing:
         num_examples: n.
         books: what was charged.
         passes: the forward and backward passes of the module.
-        trained: the parameters that Opacus clips the gradients of.
         step: the number of steps taken, virtual ones not counted.
         public_grad: the public gradient of the next step, one tensor per parameter, or None.
         clipped: with ghost clipping, what the last backward pass left; None once it is used.
-        accumulated: the last part in the sum of the next step's batch, or None.
-        is_split: whether further parts of the next step's batch must follow.
-        clip_norm: the largest clip norm of the parts of the next step's batch.
+        accumulated: the last part in the sum of the next step, or None.
+        clip_norm: the largest clip norm of the parts in the sum.
         may_step: whether the optimiser under Opacus' may be stepped, which is so after the noise.
     """
 
@@ -58,18 +57,17 @@ class Mixing:
     num_examples: int
     books: Books
     passes: Passes
-    trained: list[torch.nn.Parameter]
     step: int = 0
     public_grad: list[torch.Tensor | None] | None = None
     clipped: _ghost.Clipped | None = None
     accumulated: Part | None = None
-    is_split: bool = False
     clip_norm: float = 0.0
     may_step: bool = False
 
-    def begin_batch(self) -> None:
-        """Notes that the sum of the next step is empty."""
-        self.accumulated, self.is_split, self.clip_norm = None, False, 0.0
+    @property
+    def is_split(self) -> bool:
+        """Whether further parts of the next step's batch must follow."""
+        return self.accumulated is not None and not self.accumulated.is_last
 
 
 class PublicGradientOptimizer(DPOptimizer):
@@ -197,14 +195,11 @@ class PublicGradientOptimizer(DPOptimizer):
         return self._mixing.is_split
 
     def drop_parts(self) -> None:
-        """Forgets the accumulated parts of a batch that will not be completed."""
+        """Forgets what was gathered for a step from parts of its batch."""
         mixing = self._mixing
-        if mixing.is_split or mixing.accumulated is not None:
+        if mixing.accumulated is not None:
             mixing.public_grad = None
-        mixing.begin_batch()
-        self._empty_sum()
-
-    def _empty_sum(self) -> None:
+        mixing.accumulated, mixing.clip_norm = None, 0.0
         self._is_last_step_skipped = False
         for param in self.params:
             param.summed_grad = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -228,16 +223,15 @@ class PublicGradientOptimizer(DPOptimizer):
             return False
         if alpha < 1:
             self._mix(float(alpha), float(np.float32(1) - alpha))
-        mixing.begin_batch()
-        mixing.step, mixing.public_grad, mixing.may_step = mixing.step + 1, None, True
+        self.drop_parts()
+        mixing.step, mixing.may_step = mixing.step + 1, True
         return True
 
     def _discard(self, part: Part) -> None:
         """Drops the private gradient of a batch or of a part of one."""
         mixing = self._mixing
-        mixing.is_split, mixing.clipped = not part.is_last, None
+        mixing.accumulated, mixing.clipped = part, None
         mixing.passes.forget_rows()
-        self._empty_sum()
         for param in self.params:
             param.grad_sample = None  # pyright: ignore[reportAttributeAccessIssue]
             param.grad = torch.zeros_like(param)
@@ -254,10 +248,7 @@ class PublicGradientOptimizer(DPOptimizer):
             self._check_rows(part)
             if mixing.clipped is not None:
                 _ghost.check_unchanged(mixing.clipped, self.params)
-            if part.position == 0:
-                self._empty_sum()
-            mixing.clip_norm = max(mixing.clip_norm, self._clip_norm())
-            mixing.clipped, mixing.is_split = None, not part.is_last
+            mixing.clip_norm, mixing.clipped = max(mixing.clip_norm, self._clip_norm()), None
             is_whole = super().pre_step()
         except BaseException:
             # The part is used up, so its batch cannot be completed.
@@ -316,57 +307,51 @@ class PublicGradientOptimizer(DPOptimizer):
             )
         mixing.may_step = False
 
+    @property
+    def _is_ghost(self) -> bool:
+        return isinstance(self, DPOptimizerFastGradientClipping)
+
     def check_trained(self) -> None:
-        """Refuses parameters whose gradients Opacus does not clip."""
-        passes, trained = self._mixing.passes, self._mixing.trained
-        known = {id(param) for param in trained}
-        added = [param for param in self.params if id(param) not in known]
+        """Refuses parameters whose gradients Opacus does not clip; its hooks would fail on them."""
+        passes, count = self._mixing.passes, len(self.params)
+        added = [param for param in self.params if not hasattr(param, "_forward_counter")]
         if added:
             raise RuntimeError(
                 "expected the parameters that were trainable when the model was made private, got "
                 f"others besides: {passes.names(added)}. Opacus does not clip their gradients. "
                 "Set requires_grad before make_private, and call make_private anew to unfreeze."
             )
-        is_ghost = isinstance(self, DPOptimizerFastGradientClipping)
-        if is_ghost and len(self.params) < len(trained):
+        if self._is_ghost and count < len(cast(Any, passes.hooks).trainable_parameters):
             raise RuntimeError(
                 "expected all parameters that were trainable when the model was made private, got "
-                f"{len(self.params)} of {len(trained)}. Ghost clipping takes norms over all of "
-                "them. Call make_private anew after you freeze parameters."
+                f"{count} of {len(cast(Any, passes.hooks).trainable_parameters)}. Ghost clipping "
+                "takes norms over all of them. Call make_private anew after you freeze parameters."
             )
 
     def _check_gradients(self) -> None:
-        """Refuses a step without the gradients of one backward pass, clipped row by row."""
-        self.check_trained()
-        if isinstance(self, DPOptimizerFastGradientClipping):
-            if self._mixing.clipped is None:
-                raise RuntimeError(
-                    "expected a backward pass with ghost clipping before each step and each part, "
-                    "got none since the last one. Compute the loss with the criterion that "
-                    "make_private returned, call backward() on it, and then step() once: other "
-                    "losses are not clipped."
-                )
-            if hasattr(self, "_adjusted_noise_multiplier"):
-                refuse_adaptive_clipping()
-            return
+        """Refuses a step without the gradients of a backward pass."""
+        if self._is_ghost and self._mixing.clipped is None:
+            raise RuntimeError(
+                "expected a backward pass with ghost clipping before each step and each part, "
+                "got none since the last one. Compute the loss with the criterion that "
+                "make_private returned, call backward() on it, and then step() once: other "
+                "losses are not clipped."
+            )
+        if hasattr(self, "_adjusted_noise_multiplier"):
+            refuse_adaptive_clipping()
         missing = [param for param in self.params if getattr(param, "grad_sample", None) is None]
-        if missing:
+        if missing and not self._is_ghost:
             raise RuntimeError(
                 "expected the gradients of each row for all parameters, got none for "
                 f"{self._mixing.passes.names(missing)}. Call backward() before each step on a loss "
                 "that depends on all of them; freeze parameters that the model does not use before "
                 "make_private."
             )
-        if self.accumulated_iterations != 1:
-            raise RuntimeError(
-                "expected one Poisson batch for each step, got several accumulated ones, in which "
-                "a record may appear more than once. Use a larger batch with BatchMemoryManager."
-            )
 
     def _check_rows(self, part: Part) -> None:
         """Refuses a part whose records do not have one row each, which are clipped one by one."""
-        clipped, params = self._mixing.clipped, cast(Iterable[Any], self.params)
-        counts = [len(p.grad_sample) for p in params] if clipped is None else [clipped.num_rows]
+        clipped = self._mixing.clipped
+        counts = [clipped.num_rows] if clipped else [len(grads) for grads in self.grad_samples]
         wrong = [count for count in counts if count != part.rows]
         if wrong:
             raise RuntimeError(

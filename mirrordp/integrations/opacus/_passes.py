@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Forward and backward passes of a module, as Opacus' hooks see them.
 
 Opacus' hooks keep the inputs of each layer (its activations) in the forward pass and compute the
@@ -19,7 +20,7 @@ from mirrordp.integrations.opacus._batches import NOTHING, Draws, Rows
 
 # Opacus' hooks are on the parts of these layers, which own their parameters too.
 RECURRENT = (DPRNN, DPLSTM, DPGRU)
-_UNKNOWN = frozenset({Rows(NOTHING, True, 0)})
+_UNKNOWN = {Rows(NOTHING, True, 0)}
 
 
 class _Forward(NamedTuple):
@@ -28,10 +29,12 @@ class _Forward(NamedTuple):
     Attributes:
         nodes: the graph nodes of its output.
         rows: the rows that it was given.
+        kept: the number of activations after it.
     """
 
     nodes: list[Any]
     rows: set[Rows]
+    kept: int
 
 
 class Call(NamedTuple):
@@ -63,9 +66,9 @@ class Passes:
         self._is_public_step = False
         self._given: set[Rows] | None = None  # what the forward pass that runs was given
         self._forwards: list[_Forward] = []
-        self._kept = 0  # the number of activations after the last forward pass
         self._activations = WeakTensorKeyDictionary()  # the rows that they are of
-        self._gradients = WeakTensorKeyDictionary()  # the rows in the gradient of each parameter
+        # The rows in the gradient of each parameter.
+        self._gradients: dict[torch.Tensor, set[Rows]] = {}
 
     def watch(self, check: Callable[[], None]) -> None:
         """Adds hooks beside those of Opacus, and has each private forward pass checked before.
@@ -104,8 +107,7 @@ class Passes:
     def _after_forward(self, module: torch.nn.Module, output: Any) -> None:
         given, self._given = self._given, None
         if module is self.module and given is not None:
-            self._forwards.append(_Forward(nodes_of(output), given))
-            self._kept = self.num_activations
+            self._forwards.append(_Forward(nodes_of(output), given, self.num_activations))
 
     def _after_layer(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
         activations: Any = getattr(layer, "activations", None)
@@ -122,15 +124,12 @@ class Passes:
             return
         # Opacus takes the last activations.
         activations: Any = getattr(layer, "activations", None) or [[]]
-        rows = {
-            each for t in activations[-1] for each in self._activations.get(t, _UNKNOWN)
-        } or _UNKNOWN  # fmt: skip
+        rows = {each for t in activations[-1] for each in self._activations.get(t, ())}  # pyright: ignore
         for param in layer.parameters():
-            is_new = (
-                getattr(param, "grad_sample", None) is None
-                and not hasattr(param, "_current_grad_sample")
-            )  # fmt: skip
-            self._gradients[param] = rows | (set() if is_new else self._gradients.get(param, set()))
+            is_pending = hasattr(param, "_current_grad_sample")
+            if not is_pending and getattr(param, "grad_sample", None) is None:
+                self._gradients.pop(param, None)
+            self._gradients[param] = self._gradients.get(param, set()) | (rows or _UNKNOWN)
 
     def rows(self, params: Iterable[torch.Tensor]) -> set[Rows]:
         """Returns the rows in the gradients of parameters."""
@@ -138,7 +137,7 @@ class Passes:
 
     def forget_rows(self) -> None:
         """Notes that a step has used the gradients."""
-        self._gradients = WeakTensorKeyDictionary()
+        self._gradients.clear()
 
     @property
     def num_activations(self) -> int:
@@ -159,7 +158,6 @@ class Passes:
                 del param._current_grad_sample  # pyright: ignore[reportAttributeAccessIssue]
         self._forwards.clear()
         self.calls.clear()
-        self._kept = 0
 
     @contextlib.contextmanager
     def public(self, is_step: bool = False) -> Iterator[None]:
@@ -177,7 +175,8 @@ class Passes:
             return
         reached = [forward for forward in self._forwards if _reaches(loss, forward.nodes)]
         # Parts of the module may have been called by themselves, and outputs may be opaque.
-        is_known = self.num_activations <= self._kept and all(f.nodes for f in self._forwards)
+        kept = max((forward.kept for forward in self._forwards), default=0)
+        is_known = self.num_activations <= kept and all(f.nodes for f in self._forwards)
         if is_known and not reached:
             return
         is_alone = is_known and len(reached) == len(self._forwards)

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Public rows for PyTorch modules: endless batches and warm starts."""
 
 import copy

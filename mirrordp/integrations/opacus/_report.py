@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """What an optimiser's charges amount to: a mechanism for budgets and reports, and the report."""
 
 import dataclasses
