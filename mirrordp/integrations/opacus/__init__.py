@@ -55,8 +55,9 @@ from mirrordp.integrations.opacus._optimizer import (
     refuse_adaptive_clipping,
 )
 from mirrordp.integrations.opacus._passes import RECURRENT, Passes
-from mirrordp.integrations.opacus._public import public_batches, warm_start
+from mirrordp.integrations.opacus._public import public_batches
 from mirrordp.integrations.opacus._report import mechanism_of
+from mirrordp.integrations.opacus._warm_start import warm_start
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
@@ -144,7 +145,7 @@ def with_public_gradient(
     books = Books(
         spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
     )
-    passes = Passes(module, draws)
+    passes = Passes(module, draws, optimizer.params)
     mixing = Mixing(alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books, passes)
     if isinstance(spend, Budget):
         _admit(spend, optimizer, mixing)

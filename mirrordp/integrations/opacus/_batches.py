@@ -28,21 +28,13 @@ from mirrordp import _validate
 
 
 class Part(NamedTuple):
-    """A Poisson batch as a loader yields it, or a part of one that BatchMemoryManager made.
+    """A Poisson batch as a loader yields it, or a part of one that BatchMemoryManager made."""
 
-    Attributes:
-        batch: the number of the batch.
-        position: the number of the part within the batch, from 0.
-        rows: the number of rows that the model should be given.
-        is_last: whether the batch ends with this part.
-        number: counts what loaders have yielded, from 1.
-    """
-
-    batch: int
-    position: int
-    rows: int
-    is_last: bool
-    number: int = 0
+    batch: int  # the number of the batch
+    position: int  # the number of the part within the batch, from 0
+    rows: int  # the number of rows that the model should be given
+    is_last: bool  # whether the batch ends with this part
+    number: int = 0  # counts what loaders have yielded, from 1
 
 
 # What has been yielded before the first batch; no step may use it.
@@ -50,17 +42,11 @@ NOTHING = Part(0, 0, 0, True)
 
 
 class Rows(NamedTuple):
-    """The rows that a forward pass was given.
-
-    Attributes:
-        part: the part that they are of.
-        is_copy: whether that is an assumption: the tensors are not those that were yielded.
-        newest: the number of the part that had been yielded last.
-    """
+    """The rows that a forward pass was given."""
 
     part: Part
-    is_copy: bool
-    newest: int
+    is_copy: bool  # whether `part` is an assumption: the tensors are not those that were yielded
+    newest: int  # the number of the part that had been yielded last
 
 
 class Draws:
@@ -81,41 +67,35 @@ class Draws:
         self._rows_if_empty = rows_if_empty
         self._batches = self._yielded = 0
         # Drawn in the pass that begins, but not yet yielded: workers fetch batches in advance.
-        self._waiting: collections.deque[Part] = collections.deque()
+        self.waiting: collections.deque[Part] = collections.deque()
         self._marks = WeakTensorKeyDictionary()
         # The last part that a step used, and the last one that its rows may have been copied from.
         self._used = self._passed = 0
 
     def record(
-        self, batches: Iterator[Any], sampler: Any, max_rows: int | None = None
+        self, waiting: collections.deque[Part], batches: Iterator[Any], sampler: Any, max_rows: Any
     ) -> Iterator[Any]:
-        """Returns the batches of a sampler, or parts of them, each noted when it is drawn."""
-        waiting = self._waiting
-
-        def recorded() -> Iterator[Any]:
-            for batch in batches:
-                self._batches += 1
-                self.largest_rate = max(self.largest_rate, float(sampler.sample_rate))
-                parts = [batch]
-                if max_rows is not None:  # as Opacus divides them
-                    count = max(1, math.ceil(len(batch) / max_rows))
-                    parts = [part.tolist() for part in np.array_split(batch, count)]
-                for position, part in enumerate(parts):
-                    rows = len(part) or self._rows_if_empty
-                    is_last = position == len(parts) - 1
-                    waiting.append(Part(self._batches, position, rows, is_last))
-                    yield part
-
-        return recorded()
+        """Yields the batches of a sampler, or parts of them, each noted when it is drawn."""
+        for batch in batches:
+            self._batches += 1
+            self.largest_rate = max(self.largest_rate, float(sampler.sample_rate))
+            parts = [batch]
+            if max_rows is not None:  # as Opacus divides them
+                count = max(1, math.ceil(len(batch) / max_rows))
+                parts = [part.tolist() for part in np.array_split(batch, count)]
+            for position, part in enumerate(parts):
+                rows, is_last = len(part) or self._rows_if_empty, position == len(parts) - 1
+                waiting.append(Part(self._batches, position, rows, is_last))
+                yield part
 
     def follow(self, begin: Callable[[], Any]) -> Iterator[Any]:
         """Begins a pass; returns its batches, whose tensors are marked when they are yielded."""
         for optimizer in self.optimizers:
             optimizer.drop_parts()
-        waiting = self._waiting = collections.deque()
+        waiting = self.waiting = collections.deque()
         batches = begin()
         # What else iterates over the sampler, and is not followed, must not mix with this pass.
-        self._waiting = collections.deque()
+        self.waiting = collections.deque()
         # Persistent workers leave an earlier pass, whose iterator is the same object, for this one.
         batches.waiting = waiting
 
@@ -187,7 +167,7 @@ def _recording(kind: type) -> type:
             return self.parts(None)
 
         def parts(self, max_rows: int | None) -> Iterator[Any]:
-            return self.draws.record(super().__iter__(), self, max_rows)
+            return self.draws.record(self.draws.waiting, super().__iter__(), self, max_rows)
 
     return Recording
 

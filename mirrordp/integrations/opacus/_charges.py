@@ -50,15 +50,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[Charg
 
 
 class Books:
-    """The charges of one run.
-
-    Attributes:
-        spend: the ledger or budget that is charged.
-        draws: the batches, whose sampling rate is charged.
-        is_shared: whether other runs may charge `spend`.
-        name: the name of the run in a file.
-        charges: the charges so far.
-    """
+    """The charges of one run."""
 
     def __init__(
         self,
@@ -69,24 +61,17 @@ class Books:
         *,
         is_shared: bool,
     ):
-        self.spend, self.draws, self.is_shared = spend, draws, is_shared
-        self.name = secrets.token_hex(8)
+        self.spend, self.draws = spend, draws
+        self.is_shared = is_shared  # whether other runs may charge the ledger
+        self.name = secrets.token_hex(8)  # of the run, in files
         self.charges: list[Charge] = []
         self._accountant, self._accountant_rate = accountant, accountant_rate
+        self._known = _KNOWN.setdefault(accountant, weakref.WeakKeyDictionary())
 
     @property
     def _history(self) -> list[Charge]:
         """The steps that Opacus' accountant knows of."""
         return [Charge(float(noise), float(q), int(n)) for noise, q, n in self._accountant.history]
-
-    @property
-    def _known(self) -> list[Charge]:
-        return _KNOWN.get(self._accountant, {}).get(self.spend, [])
-
-    @_known.setter
-    def _known(self, steps: list[Charge]) -> None:
-        of_accountant = _KNOWN.setdefault(self._accountant, weakref.WeakKeyDictionary())
-        of_accountant[self.spend] = steps
 
     @property
     def _file(self) -> FileLedger | None:
@@ -114,15 +99,15 @@ class Books:
     def reconcile(self) -> None:
         """Charges what Opacus' accountant knows of and the ledger does not."""
         # The history may also have been replaced by that of another run, or by a shorter one.
-        known, unknown = _compare(self._history, self._known)
-        self._known = known
+        known, unknown = _compare(self._history, self._known.get(self.spend, []))
         for charge in unknown:
             self._charge(charge)
-            self._known = known = [*known, charge]
+            self._known[self.spend] = known = [*known, charge]
+        self._known[self.spend] = known
 
     def note_accounted(self) -> None:
         """Notes that the accountant was told of the last step."""
-        self._known = self._history
+        self._known[self.spend] = self._history
 
     def _charge(self, charge: Charge) -> None:
         file = self._file
@@ -167,8 +152,8 @@ class Books:
         # A history that does not begin with them has other steps, which are charged.
         accounted = [Charge(*each) for each in saved.get("accounted", [])]
         _, missing = _compare(accounted, self._history)
-        if not missing and _count(accounted) > _count(self._known):
-            self._known = accounted
+        if not missing and _count(accounted) > _count(self._known.get(self.spend, [])):
+            self._known[self.spend] = accounted
 
     @property
     def varies(self) -> bool:

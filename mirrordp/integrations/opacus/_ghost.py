@@ -18,19 +18,12 @@ from mirrordp.integrations.opacus._passes import Call, Passes, nodes_of, walk
 
 
 class Clipped(NamedTuple):
-    """What a backward pass left in `p.grad`; good for one step.
+    """What a backward pass left in `p.grad`; good for one step."""
 
-    Attributes:
-        num_rows: the number of rows that were clipped.
-        clip_norm: the norm that they were clipped to.
-        grads: the gradients.
-        versions: how often each had been changed by then.
-    """
-
-    num_rows: int
-    clip_norm: float
+    num_rows: int  # how many rows were clipped
+    clip_norm: float  # the norm that they were clipped to
     grads: list[torch.Tensor]
-    versions: list[int]
+    versions: list[int]  # how often each had been changed by then
 
 
 def clipped_backward(
@@ -51,7 +44,7 @@ def clipped_backward(
     try:
         _check_one_per_row(losses, None)
         _check_graph(losses, passes)
-        for param in hooks.trainable_parameters:
+        for param in passes.trained:
             param._norm_sample = None  # pyright: ignore[reportAttributeAccessIssue]
         reduce = torch.mean if loss.loss_reduction == "mean" else torch.sum
         reduce(losses, dim=0).backward(retain_graph=True)
@@ -113,8 +106,7 @@ def _check_one_per_row(losses: torch.Tensor, num_rows: int | None) -> None:
 
 def _check_graph(losses: torch.Tensor, passes: Passes) -> None:
     """Raises if a loss depends on parameters by a way that Opacus' hooks do not see."""
-    hooks = cast(GradSampleHooksFastGradientClipping, passes.hooks)
-    trained = {id(param) for param in hooks.trainable_parameters}
+    trained = {id(param) for param in passes.trained}
     found: list[tuple[Any, Call]] = []
 
     def beyond(node: Any) -> Iterable[Any] | None:

@@ -7,7 +7,7 @@ clipped. `_add_part` puts these together.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -16,11 +16,11 @@ import torch
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-from mirrordp import _validate
 from mirrordp.integrations.opacus import _ghost, _report
 from mirrordp.integrations.opacus._batches import Part
 from mirrordp.integrations.opacus._charges import Books
 from mirrordp.integrations.opacus._passes import Passes
+from mirrordp.integrations.opacus._public import mean_loss, public_gradient
 from mirrordp.privacy.accounting import Epsilon
 from mirrordp.report import RunReport
 from mirrordp.spending.budget import Budget
@@ -32,36 +32,26 @@ _SAVED = "mirrordp"
 
 @dataclasses.dataclass
 class Mixing:
-    """The settings and the state of a `PublicGradientOptimizer`.
+    """The settings and the state of a `PublicGradientOptimizer`."""
 
-    Attributes:
-        alphas: α_t for each step number.
-        scale_noise: whether α multiplies the noise.
-        noisy_clip_norm: the norm to which the released gradient is clipped, or None.
-        num_steps: the number of steps of the run, or None if it has no end.
-        num_examples: n.
-        books: what was charged.
-        passes: the forward and backward passes of the module.
-        step: the number of steps taken, virtual ones not counted.
-        public_grad: the public gradient of the next step, one tensor per parameter, or None.
-        clipped: with ghost clipping, what the last backward pass left; None once it is used.
-        accumulated: the last part in the sum of the next step, or None.
-        clip_norm: the largest clip norm of the parts in the sum.
-        may_step: whether the optimiser under Opacus' may be stepped, which is so after the noise.
-    """
-
+    # Settings, as `with_public_gradient` describes them.
     alphas: Callable[[int], np.float32]
     scale_noise: bool
     noisy_clip_norm: float | None
     num_steps: int | None
     num_examples: int
-    books: Books
-    passes: Passes
+    books: Books  # what was charged
+    passes: Passes  # the forward and backward passes of the module
+    # The number of steps taken; those on parts of batches do not count.
     step: int = 0
+    # The public gradient of the next step, one tensor per parameter.
     public_grad: list[torch.Tensor | None] | None = None
+    # With ghost clipping, what the last backward pass left; None once it is used.
     clipped: _ghost.Clipped | None = None
+    # The last part in the sum of the next step, and the largest clip norm of its parts.
     accumulated: Part | None = None
     clip_norm: float = 0.0
+    # Whether the optimiser under Opacus' may be stepped, which is so after the noise.
     may_step: bool = False
 
     @property
@@ -142,35 +132,11 @@ class PublicGradientOptimizer(DPOptimizer):
         if not given and self._alpha() == 1:
             return None
         if given:
-            mixing.passes.disown(_mean(loss))
+            mixing.passes.disown(mean_loss(loss))
         with mixing.passes.public(is_step=True), torch.enable_grad():
-            found = _mean(loss if given else cast(Callable[[], Loss], loss)())
-            mixing.public_grad = self._gradient(found)
+            found = mean_loss(loss if given else cast(Callable[[], Loss], loss)())
+            mixing.public_grad = public_gradient(found, self.params)
         return found.detach()
-
-    def _gradient(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
-        devices = {param.device for param in self.params}
-        if loss.device not in devices:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(
-                f"expected a public loss on the device of the model, {names}, got one on "
-                f"{loss.device}. Move the public batch to the device of the model."
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"expected the mean loss of a public batch, got a tensor of shape "
-                f"{tuple(loss.shape)}. Use a criterion with reduction='mean'."
-            )
-        found: Sequence[torch.Tensor | None] = [None]
-        if loss.requires_grad:
-            found = torch.autograd.grad(loss, self.params, allow_unused=True)
-        if all(grad is None for grad in found):
-            raise ValueError(
-                "expected a public loss that depends on the parameters of the optimiser, got one "
-                "that depends on none of them. Compute it with the model that make_private "
-                "returned."
-            )
-        return [None if grad is None else grad.detach() for grad in found]
 
     # The private gradient.
 
@@ -239,6 +205,7 @@ class PublicGradientOptimizer(DPOptimizer):
     def _add_part(self) -> None:
         """Adds the gradients of a part to the sum, and after the last part the noise."""
         mixing = self._mixing
+        self.check_trained()
         self._check_gradients()
         part = mixing.books.draws.use(mixing.passes.rows(self.params))
         mixing.passes.forget_rows()
@@ -313,19 +280,20 @@ class PublicGradientOptimizer(DPOptimizer):
 
     def check_trained(self) -> None:
         """Refuses parameters whose gradients Opacus does not clip; its hooks would fail on them."""
-        passes, count = self._mixing.passes, len(self.params)
-        added = [param for param in self.params if not hasattr(param, "_forward_counter")]
+        passes, params = self._mixing.passes, self.params
+        known = {id(param) for param in passes.trained}
+        added = [param for param in params if id(param) not in known]
         if added:
             raise RuntimeError(
                 "expected the parameters that were trainable when the model was made private, got "
                 f"others besides: {passes.names(added)}. Opacus does not clip their gradients. "
                 "Set requires_grad before make_private, and call make_private anew to unfreeze."
             )
-        if self._is_ghost and count < len(cast(Any, passes.hooks).trainable_parameters):
+        if self._is_ghost and len(params) < len(known):
             raise RuntimeError(
                 "expected all parameters that were trainable when the model was made private, got "
-                f"{count} of {len(cast(Any, passes.hooks).trainable_parameters)}. Ghost clipping "
-                "takes norms over all of them. Call make_private anew after you freeze parameters."
+                f"{len(params)} of {len(known)}. Ghost clipping takes norms over all of them. Call "
+                "make_private anew after you freeze parameters."
             )
 
     def _check_gradients(self) -> None:
@@ -407,16 +375,6 @@ class PublicGradientOptimizer(DPOptimizer):
         """
         mixing = self._mixing
         return _report.report_of(self, mixing.books, mixing.num_examples, delta, options)
-
-
-def _mean(loss: Any) -> torch.Tensor:
-    """Returns a loss as a tensor; ghost clipping's criterion returns one loss for each row."""
-    if isinstance(loss, DPTensorFastGradientClipping):
-        return torch.mean(loss.loss_per_sample)
-    _validate.instance_of(
-        torch.Tensor, "Return the loss of the public batch from the function.", loss=loss
-    )
-    return loss
 
 
 def _check_order(part: Part, before: Part | None) -> None:

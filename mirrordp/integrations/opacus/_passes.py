@@ -7,7 +7,7 @@ of, and thus which rows are in the gradient of each parameter.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,29 +24,18 @@ _UNKNOWN = {Rows(NOTHING, True, 0)}
 
 
 class _Forward(NamedTuple):
-    """A forward pass of the module that Opacus keeps activations of.
+    """A forward pass of the module that Opacus keeps activations of."""
 
-    Attributes:
-        nodes: the graph nodes of its output.
-        rows: the rows that it was given.
-        kept: the number of activations after it.
-    """
-
-    nodes: list[Any]
-    rows: set[Rows]
-    kept: int
+    nodes: list[Any]  # the graph nodes of its output
+    rows: set[Rows]  # what it was given
+    kept: int  # the number of activations after it
 
 
 class Call(NamedTuple):
-    """A call of a layer: the part of a loss's graph whose gradient Opacus' hooks see.
+    """A call of a layer: the part of a loss's graph whose gradient Opacus' hooks see."""
 
-    Attributes:
-        inputs: the graph nodes where the part ends.
-        owned: the ids of the layer's parameters.
-    """
-
-    inputs: set[Any]
-    owned: set[int]
+    inputs: set[Any]  # the graph nodes where the part ends
+    owned: set[int]  # the ids of the layer's parameters
 
 
 class Passes:
@@ -55,16 +44,20 @@ class Passes:
     Attributes:
         hooks: Opacus' hooks.
         module: the module that they are on.
+        trained: the parameters whose gradients they see.
         calls: the calls of layers that Opacus keeps activations of, by the graph nodes of their
             outputs.
     """
 
-    def __init__(self, hooks: GradSampleHooks, draws: Draws) -> None:
+    def __init__(
+        self, hooks: GradSampleHooks, draws: Draws, trained: Sequence[torch.nn.Parameter]
+    ) -> None:
         self.hooks, self.module = hooks, cast(torch.nn.Module, hooks._module)
+        self.trained = list(trained)
         self.calls: dict[Any, Call] = {}
         self._draws = draws
         self._is_public_step = False
-        self._given: set[Rows] | None = None  # what the forward pass that runs was given
+        self._given: set[Rows] | None = None  # to the forward pass that runs
         self._forwards: list[_Forward] = []
         self._activations = WeakTensorKeyDictionary()  # the rows that they are of
         # The rows in the gradient of each parameter.
@@ -173,17 +166,17 @@ class Passes:
         """Takes the activations of a public forward pass away from Opacus, if it kept any."""
         if self.num_activations == 0:
             return
-        reached = [forward for forward in self._forwards if _reaches(loss, forward.nodes)]
+        forwards, behind = list(self._forwards), set(walk([loss.grad_fn], lambda node: None))
+        reached = [forward for forward in forwards if not behind.isdisjoint(forward.nodes)]
         # Parts of the module may have been called by themselves, and outputs may be opaque.
-        kept = max((forward.kept for forward in self._forwards), default=0)
-        is_known = self.num_activations <= kept and all(f.nodes for f in self._forwards)
+        kept = forwards[-1].kept if forwards else 0
+        is_known = self.num_activations <= kept and all(forward.nodes for forward in forwards)
         if is_known and not reached:
             return
-        is_alone = is_known and len(reached) == len(self._forwards)
         self.forget()
         if not all(rows.is_copy for forward in reached for rows in forward.rows):
             raise _private_rows()
-        if not is_alone:
+        if not is_known or reached != forwards:
             raise RuntimeError(
                 "expected a public loss from a forward pass without Opacus' hooks, got one whose "
                 "activations cannot be told from private ones. Pass a function, "
@@ -217,10 +210,6 @@ def walk(nodes: Iterable[Any], skip: Callable[[Any], Iterable[Any] | None]) -> I
             yield node
             beyond = [following for following, _ in node.next_functions]
         waiting += beyond
-
-
-def _reaches(loss: torch.Tensor, nodes: list[Any]) -> bool:
-    return not set(nodes).isdisjoint(walk([loss.grad_fn], lambda node: None))
 
 
 def _private_rows() -> ValueError:
