@@ -156,8 +156,8 @@ def with_public_gradient(
     found = cast(PublicGradientOptimizer, optimizer)
     found._mixing = mixing
     draws.optimizers.add(found)
-    passes.watch(found.check_trained)
-    found.original_optimizer.register_step_pre_hook(lambda *step: found.guard())
+    passes.watch(found._check_trained)
+    found.original_optimizer.register_step_pre_hook(lambda *step: found._guard())
     return found
 
 

@@ -205,7 +205,7 @@ class PublicGradientOptimizer(DPOptimizer):
     def _add_part(self) -> None:
         """Adds the gradients of a part to the sum, and after the last part the noise."""
         mixing = self._mixing
-        self.check_trained()
+        self._check_trained()
         self._check_gradients()
         part = mixing.books.draws.use(mixing.passes.rows(self.params))
         mixing.passes.forget_rows()
@@ -264,7 +264,7 @@ class PublicGradientOptimizer(DPOptimizer):
 
     # What is refused.
 
-    def guard(self) -> None:
+    def _guard(self) -> None:
         """Refuses a step of the optimiser under Opacus' that did not go through Opacus."""
         mixing = self._mixing
         if not mixing.may_step or mixing.passes.rows(self.params):
@@ -278,7 +278,7 @@ class PublicGradientOptimizer(DPOptimizer):
     def _is_ghost(self) -> bool:
         return isinstance(self, DPOptimizerFastGradientClipping)
 
-    def check_trained(self) -> None:
+    def _check_trained(self) -> None:
         """Refuses parameters whose gradients Opacus does not clip; its hooks would fail on them."""
         passes, params = self._mixing.passes, self.params
         known = {id(param) for param in passes.trained}
