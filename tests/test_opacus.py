@@ -4,9 +4,12 @@ Runs are tiny: 40 rows, batches of 10 on average. The noise is Opacus' own unles
 know it.
 """
 
+import collections
+import contextlib
 import copy
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 import types
@@ -521,6 +524,13 @@ def test_private_rows_are_not_public():
             made.optimizer.public_step(lambda: F.cross_entropy(made.module(x), y))  # noqa: B023
         with pytest.raises(ValueError, match="rows that the private loader yielded"):
             made.optimizer.public_step(F.cross_entropy(made.module(x), y))
+
+        def nested():
+            with made.optimizer.public_pass():  # noqa: B023
+                return F.cross_entropy(made.module(x), y)  # noqa: B023
+
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(nested)
         train(made, 1)
         assert made.optimizer.charged_steps == 1
 
@@ -1247,6 +1257,126 @@ def test_a_pass_that_is_refused_takes_no_part():
                 with pytest.raises(RuntimeError, match="one pass over the private loader"):
                     next(outer)
     assert made.optimizer.charged_steps == 4
+
+
+class Programs:
+    """Random programs of Opacus' calls on rows whose clipped gradients are C e_i for row i.
+
+    The released sum then shows which rows were in it and how often. Calls may fail in any way.
+    """
+
+    size = 6
+    weights = {  # noqa: RUF012
+        "iterate": 6, "fetch": 4, "begin": 0.4, "forward": 5, "backward": 5, "add": 1,
+        "zero_grad": 2, "zero_module": 1, "step": 5, "pre_step": 0.3, "under": 0.3, "public": 1,
+    }  # fmt: skip
+
+    class Loss(nn.Module):
+        reduction = "mean"
+
+        def forward(self, outputs, targets):
+            losses = -outputs.squeeze(1)
+            return losses if self.reduction == "none" else losses.mean()
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        mode = self.random.choice(["hooks", "functorch", "ghost"])
+        # Ghost clipping allows several calls of the second kind of layer.
+        layer = self.random.choice([nn.Linear(self.size, 1, bias=False), Decoder(None)])
+        layer.weight = nn.Parameter(torch.zeros(1, self.size))
+        self.alphas = [float(self.random.random() < 0.8) for _ in range(60)]
+        options = {"criterion": self.Loss()} if mode == "ghost" else {}
+        data = 100 * torch.eye(self.size), torch.arange(self.size)
+        settings = {"noise": 1e-9, "rate": 0.0, "batch": self.size // 2}
+        self.made = mixed(mode, self.alphas, module=layer, data=data, **settings, **options)
+        if mode != "ghost":
+            self.made.criterion = self.Loss()
+        self.made.loader.batch_sampler.steps = 3
+        if self.random.random() < 0.5:
+            self.made.module.allow_grad_accumulation()
+        self.yielded, self.losses = [], []
+        self.rows, self.whole = collections.defaultdict(list), []  # of batches
+        self.begin()
+
+    def begin(self):
+        is_split = self.random.random() < 0.5
+        self.pass_ = parts_of(self.made, 2) if is_split else iter(self.made.loader)
+
+    def fetch(self):
+        batch = next(self.pass_, None)
+        if batch is None:
+            return self.begin()
+        part = self.made.optimizer._mixing.books.draws.latest
+        self.rows[part.batch] += batch[1].tolist()
+        self.whole += [part.batch] * part.is_last
+        self.yielded.append(batch)
+        return batch
+
+    def iterate(self):
+        batch = self.fetch()
+        if batch is None:
+            return
+        if self.random.random() < 0.8:
+            self.zero_grad()
+        self.forward()
+        self.backward()
+        if self.made.optimizer.alpha < 1:
+            self.public()
+        if self.random.random() < 0.9:
+            self.step()
+
+    def forward(self):
+        back = min(self.random.choice([1, 1, 1, 2, 3]), len(self.yielded))
+        batch = self.yielded[-back]
+        if back == 1 and self.random.random() < 0.4:
+            batch = [t.clone() for t in batch]
+        self.losses.append(self.made.criterion(self.made.module(batch[0]), batch[1]))
+
+    def backward(self):
+        self.losses.pop(self.random.choice([-1, -1, 0])).backward()
+
+    def add(self):
+        (self.losses.pop() + self.losses.pop()).backward()
+
+    def zero_grad(self):
+        self.made.optimizer.zero_grad()
+
+    def zero_module(self):
+        self.made.module.zero_grad()
+
+    def step(self):
+        self.made.optimizer.step()
+
+    def pre_step(self):
+        self.made.optimizer.pre_step()
+
+    def under(self):
+        self.made.optimizer.original_optimizer.step()
+
+    def public(self):
+        x = torch.ones(2, self.size)
+        self.made.optimizer.public_step(lambda: self.made.module(x).mean())
+
+    def run(self):
+        """Returns the number of charged steps, each of which must be on one batch of its own."""
+        optimizer, charged = self.made.optimizer, 0
+        for name in self.random.choices([*self.weights], [*self.weights.values()], k=25):
+            with contextlib.suppress(Exception):
+                getattr(self, name)()
+            if optimizer.charged_steps > charged:
+                charged += 1
+                total = -optimizer.params[0].grad.flatten() * optimizer.expected_batch_size
+                counts = (total / CLIP).round(decimals=3)
+                assert set(counts.tolist()) <= {0, 1}
+                found = counts.nonzero().flatten().tolist()
+                self.whole.remove(next(b for b in self.whole if sorted(self.rows[b]) == found))
+        return charged
+
+
+def test_random_programs():
+    # Many end early: what Opacus' hooks keep of a forward pass without a backward pass stays.
+    assert sum(Programs(seed).run() for seed in range(150)) > 100
 
 
 # What ghost clipping clips.

@@ -30,16 +30,10 @@ import numpy as np
 
 try:
     import torch
+    from opacus import optimizers
     from opacus.accountants.accountant import IAccountant
     from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
-    from opacus.optimizers import (
-        AdaClipDPOptimizer,
-        DistributedDPOptimizer,
-        DistributedDPOptimizerFastGradientClipping,
-        DPOptimizer,
-        DPOptimizerFastGradientClipping,
-        DPPerLayerOptimizer,
-    )
+    from opacus.optimizers import DPOptimizer
 except ImportError as error:
     raise ImportError(
         "mirrordp.integrations.opacus needs PyTorch and Opacus 1.6 or newer. Install them: "
@@ -76,10 +70,10 @@ __all__ = [
 # Optimisers of Opacus whose noise and clip norm are known here; others are refused.
 _OPTIMIZERS = (
     DPOptimizer,
-    DPPerLayerOptimizer,
-    DPOptimizerFastGradientClipping,
-    DistributedDPOptimizer,
-    DistributedDPOptimizerFastGradientClipping,
+    optimizers.DPPerLayerOptimizer,
+    optimizers.DPOptimizerFastGradientClipping,
+    optimizers.DistributedDPOptimizer,
+    optimizers.DistributedDPOptimizerFastGradientClipping,
 )
 
 
@@ -172,7 +166,7 @@ def _check_optimizer(optimizer: Any) -> None:
             f"expected an optimiser that was made private, got {type(optimizer).__name__}. Pass "
             "the one that PrivacyEngine.make_private returned."
         )
-    if isinstance(optimizer, AdaClipDPOptimizer):
+    if isinstance(optimizer, optimizers.AdaClipDPOptimizer):
         refuse_adaptive_clipping()
     if type(optimizer) not in _OPTIMIZERS:
         names = ", ".join(kind.__name__ for kind in _OPTIMIZERS)

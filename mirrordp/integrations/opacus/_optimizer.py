@@ -208,7 +208,6 @@ class PublicGradientOptimizer(DPOptimizer):
         self._check_trained()
         self._check_gradients()
         part = mixing.books.draws.use(mixing.passes.rows(self.params))
-        mixing.passes.forget_rows()
         before, mixing.accumulated = mixing.accumulated, part
         try:
             _check_order(part, before)
@@ -221,6 +220,7 @@ class PublicGradientOptimizer(DPOptimizer):
             # The part is used up, so its batch cannot be completed.
             self.drop_parts()
             raise
+        mixing.passes.forget_rows()
         if is_whole:
             mixing.books.note_accounted()
             if mixing.noisy_clip_norm is not None:
@@ -315,11 +315,17 @@ class PublicGradientOptimizer(DPOptimizer):
                 "that depends on all of them; freeze parameters that the model does not use before "
                 "make_private."
             )
+        if self.accumulated_iterations != 1:
+            raise RuntimeError(
+                "expected one Poisson batch for each step, got several accumulated ones, in which "
+                "a record may appear more than once. Use a larger batch with BatchMemoryManager."
+            )
 
     def _check_rows(self, part: Part) -> None:
         """Refuses a part whose records do not have one row each, which are clipped one by one."""
         clipped = self._mixing.clipped
-        counts = [clipped.num_rows] if clipped else [len(grads) for grads in self.grad_samples]
+        grads = [cast(Any, param).grad_sample for param in self.params]
+        counts = [len(rows) for rows in grads] if clipped is None else [clipped.num_rows]
         wrong = [count for count in counts if count != part.rows]
         if wrong:
             raise RuntimeError(

@@ -20,6 +20,7 @@ from mirrordp.integrations.opacus._batches import NOTHING, Draws, Rows
 
 # Opacus' hooks are on the parts of these layers, which own their parameters too.
 RECURRENT = (DPRNN, DPLSTM, DPGRU)
+# Of activations that Opacus kept before it was watched; no step may use them.
 _UNKNOWN = {Rows(NOTHING, True, 0)}
 
 
@@ -115,10 +116,12 @@ class Passes:
     def _before_backward(self, layer: torch.nn.Module) -> None:
         if not self.hooks.hooks_enabled:
             return
-        # Opacus takes the last activations.
         activations: Any = getattr(layer, "activations", None) or [[]]
-        rows = {each for t in activations[-1] for each in self._activations.get(t, ())}  # pyright: ignore
+        rows: set[Rows] = set()
+        for tensor in activations[-1]:  # which Opacus takes now
+            rows |= self._activations.get(tensor) or _UNKNOWN
         for param in layer.parameters():
+            # Opacus adds to what it has not completed, or else to what has not been cleared.
             is_pending = hasattr(param, "_current_grad_sample")
             if not is_pending and getattr(param, "grad_sample", None) is None:
                 self._gradients.pop(param, None)
@@ -129,8 +132,12 @@ class Passes:
         return set().union(*(self._gradients.get(param, ()) for param in params))
 
     def forget_rows(self) -> None:
-        """Notes that a step has used the gradients."""
-        self._gradients.clear()
+        """Notes that gradients were used or dropped; Opacus may not have completed others yet."""
+        self._gradients = {
+            param: rows
+            for param, rows in self._gradients.items()
+            if hasattr(param, "_current_grad_sample")
+        }
 
     @property
     def num_activations(self) -> int:
@@ -156,7 +163,7 @@ class Passes:
     def public(self, is_step: bool = False) -> Iterator[None]:
         """Turns Opacus' hooks off; for a public step also refuses rows of the private loader."""
         before = self.hooks.hooks_enabled, self._is_public_step
-        self.hooks.hooks_enabled, self._is_public_step = False, is_step
+        self.hooks.hooks_enabled, self._is_public_step = False, is_step or before[1]
         try:
             yield
         finally:
