@@ -41,6 +41,19 @@ class Part(NamedTuple):
 NOTHING = Part(0, 0, 0, True)
 
 
+def check_order(part: Part, before: Part | None) -> None:
+    """Refuses a sum that would hold parts of two batches, or lack a part of one."""
+    expected = (part.batch, 0) if before is None else (before.batch, before.position + 1)
+    if (part.batch, part.position) != expected:
+        raise RuntimeError(
+            f"expected a step on part {expected[1]} of Poisson batch {expected[0]}, got one on "
+            f"part {part.position} of batch {part.batch}. Take a step on every part that "
+            "BatchMemoryManager yields, also after an error: a sum of parts of two batches may "
+            "have a record twice. The accumulated parts have been dropped. Go on with the next "
+            "batch or begin the next pass."
+        )
+
+
 class Rows(NamedTuple):
     """The rows that a forward pass was given."""
 

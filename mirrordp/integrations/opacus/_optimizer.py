@@ -17,7 +17,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPe
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
 from mirrordp.integrations.opacus import _ghost, _report
-from mirrordp.integrations.opacus._batches import Part
+from mirrordp.integrations.opacus._batches import Part, check_order
 from mirrordp.integrations.opacus._charges import Books
 from mirrordp.integrations.opacus._passes import Passes
 from mirrordp.integrations.opacus._public import mean_loss, public_gradient
@@ -210,7 +210,7 @@ class PublicGradientOptimizer(DPOptimizer):
         part = mixing.books.draws.use(mixing.passes.rows(self.params))
         before, mixing.accumulated = mixing.accumulated, part
         try:
-            _check_order(part, before)
+            check_order(part, before)
             self._check_rows(part)
             if mixing.clipped is not None:
                 _ghost.check_unchanged(mixing.clipped, self.params)
@@ -381,19 +381,6 @@ class PublicGradientOptimizer(DPOptimizer):
         """
         mixing = self._mixing
         return _report.report_of(self, mixing.books, mixing.num_examples, delta, options)
-
-
-def _check_order(part: Part, before: Part | None) -> None:
-    """Refuses a sum that would hold parts of two batches, or lack a part of one."""
-    expected = (part.batch, 0) if before is None else (before.batch, before.position + 1)
-    if (part.batch, part.position) != expected:
-        raise RuntimeError(
-            f"expected a step on part {expected[1]} of Poisson batch {expected[0]}, got one on "
-            f"part {part.position} of batch {part.batch}. Take a step on every part that "
-            "BatchMemoryManager yields, also after an error: a sum of parts of two batches may "
-            "have a record twice. The accumulated parts have been dropped. Go on with the next "
-            "batch or begin the next pass."
-        )
 
 
 def refuse_adaptive_clipping() -> NoReturn:
