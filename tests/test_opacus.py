@@ -933,6 +933,17 @@ def test_accumulated_batches_are_refused():
     assert made.optimizer.charged_steps == 0
 
 
+def test_a_batch_accumulated_twice_is_refused():
+    made = one_record(count=2)  # as many rows as backward passes
+    made.module.allow_grad_accumulation()
+    x, y = next(iter(made.loader))
+    for _ in range(2):
+        made.criterion(made.module(x), y).backward()
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
 def test_batches_accumulated_by_hand_are_refused():
     made = mixed()
 

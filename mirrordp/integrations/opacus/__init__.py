@@ -19,6 +19,11 @@ number as add-remove.
 `warm_start` pre-trains a module on public rows.
 """
 
+# The files, in the order of a step: `_batches` knows which batch rows are of, `_passes` which rows
+# are in a gradient, `_ghost` that it is clipped, `_optimizer` takes the step, `_charges` charges
+# it, `_report` sums up. `_public` and `_warm_start` are for public rows. Here is what is refused
+# before the first step.
+
 import collections
 import dataclasses
 import functools
