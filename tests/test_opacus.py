@@ -4,9 +4,12 @@ Runs are tiny: 40 rows, batches of 10 on average. The noise is Opacus' own unles
 know it.
 """
 
+import collections
+import contextlib
 import copy
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 import types
@@ -513,6 +516,35 @@ def test_a_failed_public_pass_leaves_hooks_on():
     assert made.optimizer.charged_steps == 2
 
 
+def test_private_rows_are_not_public():
+    for mode in ("hooks", "ghost"):
+        made = mixed(mode)
+        x, y = next(iter(made.loader))
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(lambda: F.cross_entropy(made.module(x), y))  # noqa: B023
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(F.cross_entropy(made.module(x), y))
+
+        def nested():
+            with made.optimizer.public_pass():  # noqa: B023
+                return F.cross_entropy(made.module(x), y)  # noqa: B023
+
+        with pytest.raises(ValueError, match="rows that the private loader yielded"):
+            made.optimizer.public_step(nested)
+        train(made, 1)
+        assert made.optimizer.charged_steps == 1
+
+
+def test_a_module_can_be_copied():
+    made = mixed()
+    train(made, 1)
+    twin = copy.deepcopy(made.module).eval()
+    with made.optimizer.public_pass():
+        assert torch.equal(twin(PUBLIC[0]), made.module(PUBLIC[0]))
+    train(made, 1)
+    assert made.optimizer.charged_steps == 2
+
+
 def test_mixed_precision():
     made = mixed()
     for batch in made.loader:
@@ -604,6 +636,23 @@ def test_a_tensor_for_each_part_is_refused():
 
     with pytest.raises(RuntimeError, match="pass a function that fetches its rows"):
         run()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parts_without_a_private_pass_are_one_step(mode):
+    def run(size):
+        made = mixed(mode, alpha=[1.0] + [0.0] * 50)
+        torch.manual_seed(7)
+        calls = []
+        for batch in parts_of(made, size):
+            if made.optimizer.alpha > 0:
+                backward(made, batch)
+            made.optimizer.public_step(lambda: calls.append(1) or public_loss(made))
+            made.optimizer.step()
+        return len(calls)
+
+    # The number of public steps must not depend on the size of private batches.
+    assert run(ROWS) == run(3) == 3
 
 
 def test_empty_batches_are_charged():
@@ -863,12 +912,33 @@ def test_the_optimizer_under_opacus_cannot_be_stepped():
     assert same(before, params(made))
 
 
+def test_noise_is_good_for_one_step():
+    made = mixed(alpha=1.0)
+    first, second = list(made.loader)[:2]
+    backward(made, first)
+    assert made.optimizer.pre_step()
+    backward(made, second)
+    with pytest.raises(RuntimeError, match="adds no noise"):
+        made.optimizer.original_optimizer.step()
+
+
 def test_accumulated_batches_are_refused():
     made = mixed()
     made.module.allow_grad_accumulation()
     for batch in list(made.loader)[:2]:
         made.criterion(made.module(batch[0]), batch[1]).backward()
     made.optimizer.public_step(lambda: public_loss(made))
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+def test_a_batch_accumulated_twice_is_refused():
+    made = one_record(count=2)  # as many rows as backward passes
+    made.module.allow_grad_accumulation()
+    x, y = next(iter(made.loader))
+    for _ in range(2):
+        made.criterion(made.module(x), y).backward()
     with pytest.raises(RuntimeError, match="appear more than once"):
         made.optimizer.step()
     assert made.optimizer.charged_steps == 0
@@ -1097,6 +1167,227 @@ def test_random_rows_in_empty_batches():
     for _ in in_parts(made, 2):
         pass
     assert made.optimizer.charged_steps == 6
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_rows_of_two_batches_in_one_step(is_copy):
+    made = one_record()
+    made.loader.batch_sampler.steps = 3
+    batches = iter(made.loader)
+    a = next(batches)
+    loss = made.criterion(made.module(a[0]), a[1])
+    b = next(batches)
+    if is_copy:
+        b = [t.flip(0) for t in b]  # the record is in another row, and each row is clipped
+    (loss + made.criterion(made.module(b[0]), b[1])).backward()
+    with pytest.raises(RuntimeError, match=r"rows of several.*appear more than once"):
+        made.optimizer.step()
+    backward(made, next(batches))
+    made.optimizer.step()
+    assert influence(made) == pytest.approx(1, rel=1e-4)
+    assert made.optimizer.charged_steps == 1
+
+
+def test_rows_of_two_batches_in_one_forward_pass():
+    class Difference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x, other):
+            return self.linear(x - other)
+
+    made = mixed(alpha=1.0, module=Difference(), batch=ROWS)
+    made.loader.batch_sampler.steps = 2
+    a, b = made.loader
+    made.criterion(made.module(a[0], b[0]), a[1]).backward()
+    with pytest.raises(RuntimeError, match="appear more than once"):
+        made.optimizer.step()
+
+
+def test_batches_fetched_between_forward_pass_and_step():
+    made = mixed(alpha=1.0)
+    batches = iter(made.loader)
+    batch = next(batches)
+    while batch is not None:
+        backward(made, [t.clone() for t in batch])
+        batch = next(batches, None)
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("late", [False, True])
+def test_batches_that_are_skipped_after_the_backward_pass(mode, late):
+    made = mixed(mode, alpha=1.0)
+    for number, batch in enumerate(made.loader):
+        if not late:
+            made.module.zero_grad()
+        loss = made.criterion(made.module(batch[0]), batch[1])
+        if late:
+            made.optimizer.zero_grad()
+        loss.backward()
+        if number != 1:
+            made.optimizer.step()
+    assert made.optimizer.charged_steps == 3
+
+
+def test_layers_that_see_other_rows():
+    class Flattens(nn.Module):
+        """Its second layer sees each value of the first one in a row of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 2), nn.Linear(1, 2)
+
+        def forward(self, x):
+            return self.second(self.first(x).reshape(-1, 1)).reshape(-1, 2, 2).sum(1)
+
+    options = {"clipping": "per_layer", "max_grad_norm": [CLIP] * 4}
+    made = mixed(alpha=1.0, module=Flattens(), **options)
+    batch = next(iter(made.loader))
+    backward(made, batch)
+    with pytest.raises(RuntimeError, match=f"got those of {2 * len(batch[0])} rows"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_pass_that_is_refused_takes_no_part():
+    made = one_record(workers=1, persistent=True)
+    made.loader.batch_sampler.steps = 4
+    manager = BatchMemoryManager(
+        data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer
+    )
+    with manager as loader:
+        outer, inner = iter(loader), iter(loader)
+        for number, batch in enumerate(inner):
+            backward(made, batch)
+            made.optimizer.step()
+            if number == 0:
+                with pytest.raises(RuntimeError, match="one pass over the private loader"):
+                    next(outer)
+    assert made.optimizer.charged_steps == 4
+
+
+class Programs:
+    """Random programs of Opacus' calls on rows whose clipped gradients are C e_i for row i.
+
+    The released sum then shows which rows were in it and how often. Calls may fail in any way.
+    """
+
+    size = 6
+    weights = {  # noqa: RUF012
+        "iterate": 6, "fetch": 4, "begin": 0.4, "forward": 5, "backward": 5, "add": 1,
+        "zero_grad": 2, "zero_module": 1, "step": 5, "pre_step": 0.3, "under": 0.3, "public": 1,
+    }  # fmt: skip
+
+    class Loss(nn.Module):
+        reduction = "mean"
+
+        def forward(self, outputs, targets):
+            losses = -outputs.squeeze(1)
+            return losses if self.reduction == "none" else losses.mean()
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        mode = self.random.choice(["hooks", "functorch", "ghost"])
+        # Ghost clipping allows several calls of the second kind of layer.
+        layer = self.random.choice([nn.Linear(self.size, 1, bias=False), Decoder(None)])
+        layer.weight = nn.Parameter(torch.zeros(1, self.size))
+        self.alphas = [float(self.random.random() < 0.8) for _ in range(60)]
+        options = {"criterion": self.Loss()} if mode == "ghost" else {}
+        data = 100 * torch.eye(self.size), torch.arange(self.size)
+        settings = {"noise": 1e-9, "rate": 0.0, "batch": self.size // 2}
+        self.made = mixed(mode, self.alphas, module=layer, data=data, **settings, **options)
+        if mode != "ghost":
+            self.made.criterion = self.Loss()
+        self.made.loader.batch_sampler.steps = 3
+        if self.random.random() < 0.5:
+            self.made.module.allow_grad_accumulation()
+        self.yielded, self.losses = [], []
+        self.rows, self.whole = collections.defaultdict(list), []  # of batches
+        self.begin()
+
+    def begin(self):
+        is_split = self.random.random() < 0.5
+        self.pass_ = parts_of(self.made, 2) if is_split else iter(self.made.loader)
+
+    def fetch(self):
+        batch = next(self.pass_, None)
+        if batch is None:
+            return self.begin()
+        part = self.made.optimizer._mixing.books.draws.latest
+        self.rows[part.batch] += batch[1].tolist()
+        self.whole += [part.batch] * part.is_last
+        self.yielded.append(batch)
+        return batch
+
+    def iterate(self):
+        batch = self.fetch()
+        if batch is None:
+            return
+        if self.random.random() < 0.8:
+            self.zero_grad()
+        self.forward()
+        self.backward()
+        if self.made.optimizer.alpha < 1:
+            self.public()
+        if self.random.random() < 0.9:
+            self.step()
+
+    def forward(self):
+        back = min(self.random.choice([1, 1, 1, 2, 3]), len(self.yielded))
+        batch = self.yielded[-back]
+        if back == 1 and self.random.random() < 0.4:
+            batch = [t.clone() for t in batch]
+        self.losses.append(self.made.criterion(self.made.module(batch[0]), batch[1]))
+
+    def backward(self):
+        self.losses.pop(self.random.choice([-1, -1, 0])).backward()
+
+    def add(self):
+        (self.losses.pop() + self.losses.pop()).backward()
+
+    def zero_grad(self):
+        self.made.optimizer.zero_grad()
+
+    def zero_module(self):
+        self.made.module.zero_grad()
+
+    def step(self):
+        self.made.optimizer.step()
+
+    def pre_step(self):
+        self.made.optimizer.pre_step()
+
+    def under(self):
+        self.made.optimizer.original_optimizer.step()
+
+    def public(self):
+        x = torch.ones(2, self.size)
+        self.made.optimizer.public_step(lambda: self.made.module(x).mean())
+
+    def run(self):
+        """Returns the number of charged steps, each of which must be on one batch of its own."""
+        optimizer, charged = self.made.optimizer, 0
+        for name in self.random.choices([*self.weights], [*self.weights.values()], k=25):
+            with contextlib.suppress(Exception):
+                getattr(self, name)()
+            if optimizer.charged_steps > charged:
+                charged += 1
+                total = -optimizer.params[0].grad.flatten() * optimizer.expected_batch_size
+                counts = (total / CLIP).round(decimals=3)
+                assert set(counts.tolist()) <= {0, 1}
+                found = counts.nonzero().flatten().tolist()
+                self.whole.remove(next(b for b in self.whole if sorted(self.rows[b]) == found))
+        return charged
+
+
+def test_random_programs():
+    # Many end early: what Opacus' hooks keep of a forward pass without a backward pass stays.
+    assert sum(Programs(seed).run() for seed in range(150)) > 100
 
 
 # What ghost clipping clips.
@@ -1450,6 +1741,16 @@ def test_steps_of_another_optimizer_after_a_resume(accountant):
         [SIGMA, RATE, 4],
         [2 * SIGMA, RATE, 3],
     ]
+
+
+def test_the_history_of_another_run_is_charged():
+    made, other = mixed(accountant="rdp"), mixed(accountant="rdp", noise=1.0)
+    train(made, 3)
+    train(other, 3)
+    # As long as that of this run, and not among its charges.
+    made.engine.accountant.load_state_dict(other.engine.accountant.state_dict())
+    assert made.optimizer.report(DELTA, seeded=True).charged_steps == 6
+    assert made.optimizer.spent(DELTA).epsilon > other.optimizer.spent(DELTA).epsilon
 
 
 def test_a_checkpoint_of_the_engine(tmp_path):
