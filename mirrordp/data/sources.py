@@ -763,7 +763,7 @@ def parquet_rows(
     return _decoded(columns_of(_Blocks(starts, list(named), read)), decode)
 
 
-def _check_types(fragments: Sequence[Any], names: Sequence[str]) -> None:
+def _check_types(fragments: Sequence[Any], names: Sequence[Any]) -> None:
     """Raises a ValueError if a column has another type in another file.
 
     Arrow would give all files the types of the first one, which may be one person's: her numbers of
