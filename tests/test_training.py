@@ -357,6 +357,24 @@ class TestRandomness:
         # The masks differ between rows or steps, or the equality would say nothing.
         assert len({row.tobytes() for row in (*first, *second)}) >= 2
 
+    @pytest.mark.parametrize("banded", [False, True])
+    def test_a_state_goes_on_with_the_seed_of_its_run_alone(self, banded):
+        """With another seed, its noise would meet the sums of other batches."""
+        options = {}
+        if banded:
+            sampling = mirrordp.privacy.CyclicPoissonSampling.for_batch_size(
+                5, num_examples=40, num_groups=3
+            )
+            noise = mirrordp.privacy.BandedNoise((1.0, 0.5, 0.2))
+            options["mechanism"] = mechanism(sampling=sampling, noise=noise)
+        seeded, _ = next(run(**options))
+        unseeded, _ = next(run(seed=None, **options))
+        for state, seed in ((seeded, 1), (unseeded, 0), (next(run(seed=1, **options))[0], 0)):
+            with pytest.raises(ValueError, match="noise comes from another seed, or from none"):
+                next(run(seed=seed, state=state, **options))
+        found, _ = last(run(state=seeded, **options))
+        assert bits(found) == bits(last(run(**options))[0])
+
 
 class TestCompilation:
     def test_nothing_compiles_after_the_first_call(self):

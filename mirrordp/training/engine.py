@@ -672,10 +672,12 @@ def _generate(
                 state = _in_place(placement, state, len(states))
                 yield _shown(plan, state), _infos(kept, total, books.seeds)
         else:
+            state, begin = given, int(given.step)
+            before = int((plan.alphas[0, :begin] > 0).sum())
+            _check_noise_state(step, states[0], before, given)
             # Another run from this state would have the same noise.
             books.claim()
-            state, begin = given, int(given.step)
-            for _ in range(int((plan.alphas[0, :begin] > 0).sum())):
+            for _ in range(before):
                 next(batches[0])
         charged = (plan.alphas[:, :begin] > 0).sum(axis=1)
         state = _in_place(placement, state, len(states))
@@ -704,6 +706,46 @@ def _generate(
             books.keep(state, kept, start // plan.steps_per_call, is_last=kept.step == total)
             yield _shown(plan, state), _infos(kept, total, books.seeds)
         books.finish()
+
+
+def _check_noise_state(step: Step, first: State, charged_steps: int, given: State) -> None:
+    """Raises a ValueError unless a state's noise is that of the run's seed after so many steps.
+
+    The run that the state is from, with another seed or none, would have the same noise from there
+    on, and other batches under it.
+    """
+
+    @jax.jit
+    def advanced(state: State) -> PyTree:
+        total = step.zero_sum(state).total
+
+        def add(_: Any, noise_state: PyTree) -> PyTree:
+            return step.mechanism.add_noise(total, noise_state)[1]
+
+        return jax.lax.fori_loop(0, charged_steps, add, state.noise_state)
+
+    def keys(noise_state: PyTree) -> list[np.ndarray]:
+        # Numbers of correlated noise follow from the keys.
+        leaves = [leaf for leaf in jax.tree.leaves(noise_state) if not _is_floating(leaf)]
+        return [np.asarray(_key_data(leaf)) for leaf in on_host(leaves)]
+
+    for expected, found in zip(keys(advanced(first)), keys(given.noise_state), strict=True):
+        if not np.array_equal(expected, found):
+            raise ValueError(
+                "expected a state of a run with the seed that is given now, got one whose noise "
+                "comes from another seed, or from none: the run that it is from would have the "
+                "same noise. Give the seed which that run began with; to be able to go on without "
+                "a seed, train with a Checkpoint."
+            )
+
+
+def _key_data(leaf: Any) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
