@@ -421,8 +421,12 @@ def test_a_run_resumed_with_another_gradient_is_refused(tmp_path, monkeypatch):
     np.testing.assert_array_equal(*resumed_with(tmp_path / "honest", 1.0, 1.0))
     with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="differs in: loss_fn"):
         resumed_with(tmp_path / "refused", 1.0, -1.0)
-    # As it would be, if gradients were not compared: half the sum of the two is the noise alone.
+    # If gradients were not compared, what comes out would be.
     monkeypatch.setattr(engine, "described_loss", lambda *_: "")
+    with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="got other values"):
+        resumed_with(tmp_path / "unseen", 1.0, -1.0)
+    # As it would be without either: half the sum of the two is the noise alone.
+    monkeypatch.setattr("mirrordp.training.shown.Shown.agrees", lambda *_: True)
     released = resumed_with(tmp_path / "broken", 1.0, -1.0)
     assert auditing.repeated_noise(released, tools.mechanism().noise_stddev) == [(0, 1)]
 
