@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import jax
@@ -488,16 +489,16 @@ class TestWhatWasShown:
     def test_a_state_that_only_a_damaged_checkpoint_holds(self, tmp_path):
         interrupted(tmp_path / "run", 3)
         spoil(max(checkpoint_files(tmp_path / "run").items())[1], "cut")
-        shown = tmp_path / "run" / "shown"
-        text = re.sub("^9 .*$", f"9 {'0' * 32}", shown.read_text(), flags=re.MULTILINE)
-        shown.write_text(text)
+        shown, other = tmp_path / "run" / "shown", f"9 {'0' * 32}"
+        line = f"{other} {zlib.crc32(other.encode()):08x}"
+        shown.write_text(re.sub("^9 .*$", line, shown.read_text(), flags=re.MULTILINE))
         with pytest.warns(UserWarning, match="going on from the one before"):
             resumed = run(tmp_path / "run", resume=True)
         assert next(resumed)[1].step == 6
         with pytest.raises(CheckpointError, match="step 9"):
             next(resumed)
 
-    @pytest.mark.parametrize("tail", [b"12 abc", b"12 " + 32 * b"0", b"\xff\n"])
+    @pytest.mark.parametrize("tail", [b"12 abc", b"12 " + 32 * b"0", b"\xff"])
     def test_a_line_that_is_cut_is_of_a_state_that_nobody_saw(self, tmp_path, tail):
         interrupted(tmp_path / "run", 3, every=2)
         path = tmp_path / "run" / "shown"
@@ -507,6 +508,57 @@ class TestWhatWasShown:
         assert [info.step for _, info in steps] == [6, 9, 12]
         assert path.read_bytes().startswith(intact)
         assert len(path.read_bytes().splitlines()) == 4
+
+    @pytest.mark.parametrize("damage", ["flipped", "joined", "zeros"])
+    def test_a_damaged_line_is_named(self, tmp_path, damage):
+        interrupted(tmp_path / "run", 3)
+        path = tmp_path / "run" / "shown"
+        first, *others = path.read_bytes().splitlines(keepends=True)
+        if damage == "flipped":
+            first = first[:5] + (b"1" if first[5:6] == b"0" else b"0") + first[6:]
+        else:
+            first = first.rstrip(b"\n") if damage == "joined" else bytes(len(first) - 1) + b"\n"
+        path.write_bytes(b"".join([first, *others]))
+        with pytest.raises(CheckpointError, match=r"list of what was shown .* \(line 1\)"):
+            run(tmp_path / "run", resume=True)
+
+    def test_what_a_resumed_run_shows_first_is_noted(self, tmp_path):
+        """It may have been killed between the checkpoint and the note."""
+        interrupted(tmp_path / "run", 2)
+        path = tmp_path / "run" / "shown"
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(lines[0])
+        interrupted(tmp_path / "run", 1, resume=True)
+        assert path.read_bytes().splitlines(keepends=True) == lines
+
+    def test_a_checkpoint_that_was_damaged_is_remembered(self, tmp_path, monkeypatch):
+        """The first attempt removes it; the second one must be as careful."""
+        interrupted(tmp_path / "run", 3)
+        spoil(max(checkpoint_files(tmp_path / "run").items())[1], "cut")
+        monkeypatch.setattr("mirrordp.training.checkpoint._is_exact", lambda: False)
+        refused = functools.partial(pytest.raises, CheckpointError, match="replay steps to the bit")
+        with pytest.warns(UserWarning, match="going on from the one before"), refused():
+            run(tmp_path / "run", resume=True)
+        with refused():
+            run(tmp_path / "run", resume=True)
+
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_a_mirror_map_keeps_its_float64(self, tmp_path, every):
+        rng = np.random.default_rng(0)
+        hessian = np.cov(rng.normal(size=(20, 3)).T)
+        geometry = mirrordp.mirror.QuadraticMap.from_hessian(hessian, np.zeros(3))
+        ball = mirrordp.mirror.Ball(0.5)
+        options = {
+            "optimizer": mirrordp.updates.mirror_descent(geometry, 0.1, constraint=ball),
+            "alpha": 1.0,
+            "every": every,
+        }
+        whole, _ = last(run(**{name: value for name, value in options.items() if name != "every"}))
+        interrupted(tmp_path / "run", 2, **options)
+        resumed, _ = last(run(tmp_path / "run", resume=True, **options))
+        assert bits(resumed) == bits(whole)
+        wide = [leaf.dtype for leaf in jax.tree.leaves(resumed.opt_state)]
+        assert np.dtype("float64") in wide
 
     def test_it_goes_with_the_other_secrets(self, tmp_path):
         last(run(tmp_path / "run"))

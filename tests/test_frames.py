@@ -547,6 +547,12 @@ class TestPrivateSteps:
         with pytest.raises(ValueError, match="fitted its step 'minmaxscaler'"):
             make_pipeline(MinMaxScaler(), copied).fit(*numbers(50))
         make_pipeline(FunctionTransformer(), model).fit(*numbers(50))
+        held = Elsewhere(LinearRegression(), lambda _: away(model.model))
+        held.somewhere = [model.model]
+        with pytest.raises(ValueError, match="fitted its step 'minmaxscaler'"):
+            make_pipeline(MinMaxScaler(), held).fit(*numbers(50))
+        frozen = Elsewhere(FrozenEstimator(model.model), away)
+        make_pipeline(MinMaxScaler(), frozen).fit(*numbers(50))
         # A pipeline of others is no reason to refuse this one.
         held = Elsewhere(LinearRegression(), lambda _: away(model.model))
         make_pipeline(MinMaxScaler(), held).fit(*numbers(50))

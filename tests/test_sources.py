@@ -709,3 +709,17 @@ def test_names_may_be_stored_as_dictionaries_of_any_size(tmp_path):
         names = pa.array(["x", "y"], pa.dictionary(index, pa.string()))
         pa.parquet.write_table(pa.table({"name": names}), tmp_path / f"{name}.parquet")
     parquet_rows(tmp_path)
+
+
+def test_types_that_say_how_values_are_stored_may_differ(tmp_path):
+    numbers = [[1.0], [2.0]]
+    schemas = (
+        [pa.string(), pa.list_(pa.float64()), pa.timestamp("us"), pa.float32()],
+        [pa.large_string(), pa.large_list(pa.float64()), pa.timestamp("us", "UTC"), pa.null()],
+    )
+    for name, types in zip("ab", schemas, strict=True):
+        cells = (["x", "y"], numbers, [1, 2], [None, None])
+        columns = [pa.array(cell, kind) for cell, kind in zip(cells, types, strict=True)]
+        table = pa.table(dict(zip(("text", "list", "time", "none"), columns, strict=True)))
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    parquet_rows(tmp_path, columns=["text", "list", "time", "none"], decode=lambda row: {"a": 1.0})

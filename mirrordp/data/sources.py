@@ -769,20 +769,36 @@ def _check_types(fragments: Sequence[Any], names: Sequence[Any]) -> None:
     Arrow would give all files the types of the first one, which may be one person's: her numbers of
     half precision would round those of everyone.
     """
-    import pyarrow
-
     types: dict[str, Any] = {}
     for fragment in fragments:
         for field in fragment.physical_schema:
-            # A dictionary only says how the same values are stored.
-            is_dictionary = pyarrow.types.is_dictionary(field.type)
-            kind = field.type.value_type if is_dictionary else field.type
-            if field.name in names and types.setdefault(field.name, kind) != kind:
+            kind = _kind_of_values(field.type)
+            # A file in which every value is missing has no type of its own.
+            if field.name not in names or kind == "null":
+                continue
+            if types.setdefault(field.name, kind) != kind:
                 raise ValueError(
                     f"column {field.name!r} must have one type in all files, got "
                     f"{types[field.name]} and {kind}. Write all of them with the same types. "
                     f"{UNPROTECTED}"
                 )
+
+
+def _kind_of_values(kind: Any) -> str:
+    """Returns the name of a type of Arrow's without how its values are stored."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _kind_of_values(kind.value_type)
+    if types.is_fixed_size_list(kind):
+        return f"{kind.list_size} of {_kind_of_values(kind.value_type)}"
+    if types.is_list(kind) or types.is_large_list(kind):
+        return f"list of {_kind_of_values(kind.value_type)}"
+    if types.is_timestamp(kind):
+        return f"timestamp in {kind.unit}"
+    if types.is_large_string(kind) or str(kind) == "string_view":
+        return "string"
+    return str(kind)
 
 
 def _is_one(part: str | Sequence[str]) -> bool:

@@ -34,6 +34,7 @@ _SAFE_WAY = (
 )
 _EXACT = 1e-6
 _FEWEST_ROWS = 10
+_MOST_PARTS = 1000  # a longer list holds something else
 
 
 def refuse_private_steps(estimator: BaseEstimator, name: str | None = None) -> None:
@@ -73,7 +74,7 @@ def _fitted_elsewhere(estimator: BaseEstimator, name: str | None) -> Iterator[An
     """Yields those on the stacks of all threads whose model has the estimator or a copy of it."""
     for frame in sys._current_frames().values():
         for caller in _fitting(frame):
-            if isinstance(caller, Pipeline):
+            if isinstance(caller, Pipeline) and caller.steps:
                 model = caller.steps[-1][1]
             elif isinstance(caller, TransformedTargetRegressor):
                 model = caller.regressor
@@ -92,10 +93,19 @@ def _fitting(frame: FrameType | None) -> Iterator[BaseEstimator]:
         frame = frame.f_back
 
 
-def _with_parts(model: Any) -> Iterator[Any]:
-    yield model
-    if isinstance(model, BaseEstimator) and not isinstance(model, type):
-        yield from model.get_params(deep=True).values()
+def _with_parts(model: Any, depth: int = 6) -> Iterator[Any]:
+    """Yields a model and the models in it, parameters or not, except those that are frozen."""
+    if depth == 0 or isinstance(model, type | FrozenEstimator):
+        return
+    if isinstance(model, BaseEstimator):
+        yield model
+        parts = vars(model).values()
+    elif isinstance(model, list | tuple | dict) and len(model) <= _MOST_PARTS:
+        parts = model.values() if isinstance(model, dict) else model
+    else:
+        return
+    for part in list(parts):
+        yield from _with_parts(part, depth - 1)
 
 
 def _is_copy(part: Any, estimator: BaseEstimator, name: str | None) -> bool:

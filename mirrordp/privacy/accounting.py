@@ -583,7 +583,9 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
         return math.inf
     if mu < 1e-3:
         return _small_gaussian_epsilon(mu, delta)
-    return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
+    found = float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta))
+    # What the root that it searches may be off by.
+    return found + 2e-12 if found > 0 else found
 
 
 def _small_gaussian_epsilon(mu: float, delta: float) -> float:

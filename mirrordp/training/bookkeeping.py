@@ -252,7 +252,17 @@ class Books:
                 "Resume on the machine and with the libraries it began with."
             )
         _log.info("run %s: resumed after step %d", self._names[0], kept.step)
-        return state, kept if kept.step > 0 else None
+        if kept.step == 0:
+            return state, None
+        # It is about to be shown once more, or for the first time.
+        self.show(kept.step, digest((state, kept.shown)))
+        return state, kept
+
+    def show(self, step: int, found: str) -> None:
+        """Compares what follows from a step with what was shown before, and notes it, by digest."""
+        if self._folder is not None:
+            self._folder.compare_shown(step, found)
+            self._folder.note_shown(step, found)
 
     def charge(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Charges the private steps of each run from number `before` to `after` − 1.

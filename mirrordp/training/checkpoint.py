@@ -236,7 +236,17 @@ class RunFolder:
             self.saved = self._load()
             if self.saved is None:
                 (folder / SHOWN_FILE).unlink(missing_ok=True)
-            self._shown = Shown(folder)
+            try:
+                self._shown = Shown(folder)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"expected an intact list of what was shown in {str(folder)!r}, got a damaged "
+                    f"one ({error}). Restore it from a copy, or remove the folder and start over; "
+                    "what was charged stays charged."
+                ) from None
+            if self.saved is not None:
+                # The newest checkpoint may have been damaged, and removed, at an earlier attempt.
+                self._is_behind |= self._shown.last > self.saved.position.get("step", 0)
             if self.saved is not None and not checkpoint.resume:
                 raise CheckpointError(
                     f"expected a folder without an unfinished run, got one in {str(folder)!r}. "
@@ -490,8 +500,9 @@ def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
     if not folder.is_dir():
         return
     _remove_leftovers(folder)
+    # The rest goes last: without it a checkpoint that is still there could not be resumed, or would
+    # be resumed unseen.
     (folder / SHOWN_FILE).unlink(missing_ok=True)
-    # The key goes last: without it a checkpoint that is still there could not be resumed.
     for _, path in sorted(checkpoint_files(folder).items()):
         path.unlink(missing_ok=True)
     (folder / _fingerprint.KEY_FILE).unlink(missing_ok=True)
@@ -589,13 +600,16 @@ def from_arrays(like: PyTree, arrays: Mapping[str, np.ndarray], prefix: str) -> 
 
     def restored(path, leaf):
         found = arrays.get(prefix + jax.tree_util.keystr(path))
-        plain = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+        plain = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        plain = jax.random.key_data(leaf) if _is_key(leaf) else plain
         if found is None or found.shape != plain.shape or found.dtype != plain.dtype:
             raise CheckpointError(
                 f"expected {plain.dtype} of shape {plain.shape} at {jax.tree_util.keystr(path)} in "
                 "the checkpoint, got something else. Use the model and optimiser that wrote it."
             )
-        value = jnp.asarray(found)
+        # A mirror map has float64, which JAX alone would cut.
+        with jax.enable_x64(True):
+            value = jnp.asarray(found)
         return (
             jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
             if _is_key(leaf)

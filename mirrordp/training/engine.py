@@ -719,13 +719,23 @@ def _check_noise_state(step: Step, first: State, charged_steps: int, given: Stat
     def advanced(state: State) -> PyTree:
         total = step.zero_sum(state).total
 
-        def add(_: Any, noise_state: PyTree) -> PyTree:
-            return step.mechanism.add_noise(total, noise_state)[1]
+        leaves, tree = jax.tree.flatten(state.noise_state)
+        floating = [_is_floating(leaf) for leaf in leaves]
 
-        return jax.lax.fori_loop(0, charged_steps, add, state.noise_state)
+        def add(_: Any, found: list[Any]) -> list[Any]:
+            # Keys do not depend on earlier noise, which the compiler therefore leaves out.
+            whole = [a if kept else b for a, b, kept in zip(leaves, found, floating, strict=True)]
+            noise_state = step.mechanism.add_noise(total, tree.unflatten(whole))[1]
+            return put_back(jax.tree.leaves(noise_state))
+
+        def put_back(found: list[Any]) -> list[Any]:
+            return [None if kept else leaf for leaf, kept in zip(found, floating, strict=True)]
+
+        found = jax.lax.fori_loop(0, charged_steps, add, put_back(leaves))
+        return [leaf for leaf in found if leaf is not None]
 
     def keys(noise_state: PyTree) -> list[np.ndarray]:
-        # Numbers of correlated noise follow from the keys.
+        # The numbers of correlated noise follow from them.
         leaves = [leaf for leaf in jax.tree.leaves(noise_state) if not _is_floating(leaf)]
         return [np.asarray(_key_data(leaf)) for leaf in on_host(leaves)]
 

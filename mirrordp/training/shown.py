@@ -9,6 +9,7 @@ digest before it is yielded.
 
 import os
 import re
+import zlib
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from mirrordp.types import PyTree
 
 FILE = "shown"
 """The name of the file in a run folder: one line for each step after which a state was shown."""
-_LINE = re.compile(rb"(\d+) ([0-9a-f]{32})\n")
+_LINE = re.compile(rb"((\d+) ([0-9a-f]{32})) ([0-9a-f]{8})")
 _LANES = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 
 
@@ -29,17 +30,29 @@ class Shown:
 
     Args:
         folder: the run folder.
+
+    Raises:
+        ValueError: if a line is damaged; the message says which.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / FILE
         content = self._path.read_bytes() if self._path.exists() else b""
-        found = list(_LINE.finditer(content))
-        self._digests = {int(line[1]): line[2].decode() for line in found}
-        intact = found[-1].end() if found else 0
-        if intact < len(content):
+        *lines, rest = content.split(b"\n")
+        self._digests: dict[int, str] = {}
+        for number, line in enumerate(lines, start=1):
+            found = _LINE.fullmatch(line)
+            if found is None or zlib.crc32(found[1]) != int(found[4], 16):
+                raise ValueError(f"line {number}")
+            self._digests[int(found[2])] = found[3].decode()
+        if rest:
             # A line that is cut belongs to a state that nobody saw.
-            os.truncate(self._path, intact)
+            os.truncate(self._path, len(content) - len(rest))
+
+    @property
+    def last(self) -> int:
+        """The last step after which a state was shown; 0 if there was none."""
+        return max(self._digests, default=0)
 
     def agrees(self, step: int, digest: str) -> bool:
         """Returns whether the state after `step` was not shown before, or was the same."""
@@ -53,7 +66,8 @@ class Shown:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
         handle = os.open(self._path, flags, _files.PRIVATE_FILE)
         try:
-            _files.write_all(handle, f"{step} {digest}\n".encode())
+            content = f"{step} {digest}".encode()
+            _files.write_all(handle, b"%s %08x\n" % (content, zlib.crc32(content)))
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -67,7 +81,7 @@ def digest(tree: PyTree) -> str:
 
     They are computed where the arrays are, in integers, whose sums have no order. Two trees of the
     same form that differ in one array element have different digests; others have the same one by
-    chance alone. It is no defence against who chooses the arrays.
+    chance alone. It is no defence against someone who chooses the arrays.
     """
     lanes = on_host(_lanes(jax.tree.leaves(tree)))
     return "".join(f"{int(lane):08x}" for lane in lanes)
