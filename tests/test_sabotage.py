@@ -365,6 +365,9 @@ def test_repeated_noise_finds_a_noise_key_reused_on_resume(tmp_path, monkeypatch
         return state._replace(noise_state=like.noise_state), kept
 
     monkeypatch.setattr(bookkeeping, "restored", forgets_the_noise)
+    with pytest.raises(mirrordp.training.checkpoint.CheckpointError, match="got other values"):
+        resumed(tmp_path / "seen")
+    monkeypatch.setattr("mirrordp.training.shown.Shown.agrees", lambda *_: True)
     broken = resumed(tmp_path / "broken")
     np.testing.assert_array_equal(broken[:6], honest[:6])
     assert auditing.repeated_noise(broken, stddev) == [(k, k + 6) for k in range(6)]
