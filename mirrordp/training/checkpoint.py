@@ -500,8 +500,8 @@ def remove_checkpoints(folder: str | os.PathLike[str]) -> None:
     if not folder.is_dir():
         return
     _remove_leftovers(folder)
-    # The rest goes last: without it a checkpoint that is still there could not be resumed, or would
-    # be resumed unseen.
+    # The rest goes last: a checkpoint that is still there could not be resumed without the key, nor
+    # compared with what was shown.
     (folder / SHOWN_FILE).unlink(missing_ok=True)
     for _, path in sorted(checkpoint_files(folder).items()):
         path.unlink(missing_ok=True)

@@ -81,7 +81,8 @@ def digest(tree: PyTree) -> str:
 
     They are computed where the arrays are, in integers, whose sums have no order. Two trees of the
     same form that differ in one array element have different digests; others have the same one by
-    chance alone. It is no defence against someone who chooses the arrays.
+    chance alone. Of 64-bit numbers in NumPy's arrays, only the 32 bits that JAX would keep count.
+    It is no defence against someone who chooses the arrays.
     """
     lanes = on_host(_lanes(jax.tree.leaves(tree)))
     return "".join(f"{int(lane):08x}" for lane in lanes)
