@@ -212,8 +212,8 @@ def clipped_grad(
         trainable: a tree of booleans over the parameters, a prefix of one, or a `Trainable`;
             gradients are taken, clipped and returned for the true leaves only, with None in place
             of the others.
-        microbatch_size: the number of examples whose gradients are computed at a time; a smaller
-            number takes less memory.
+        microbatch_size: the largest number of examples whose gradients are computed at a time; a
+            smaller one takes less memory.
         groups: the number 0, 1, ... of the group of each trainable leaf, in order. Each of k groups
             is then clipped by itself, to C/√k, so that the whole has norm at most C. By default the
             gradient is clipped as a whole.
@@ -421,15 +421,30 @@ def scaled(array: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(weights > 0, array * narrow, jnp.zeros([], array.dtype))
 
 
+def even_size(count: int, most: int | None) -> int:
+    """Returns the size of as few microbatches of at most `most` rows as hold `count`, all alike.
+
+    2,208 rows, at most 512 at a time, are five times 442: five times 512 would have 352 rows of
+    padding.
+
+    >>> even_size(2208, 512), even_size(64, 60), even_size(5, 8)
+    (442, 32, 5)
+    """
+    if most is None or most >= count:
+        return count
+    return -(-count // -(-count // most))
+
+
 def in_microbatches(
     run: Callable[[PyTree, jax.Array], Summed],
     rows: PyTree,
     is_padding: jax.Array,
     size: int | None,
 ) -> Summed:
-    """Runs all rows at once, or `size` rows at a time and adds up the sums."""
+    """Runs all rows at once, or at most `size` rows at a time and adds up the sums."""
     count = is_padding.shape[0]
-    if size is None or size >= count:
+    size = even_size(count, size)
+    if size == count:
         return run(rows, is_padding)
     extra = -count % size
     index = np.concatenate([np.arange(count), np.zeros(extra, int)])

@@ -95,8 +95,8 @@ class TrainStep:
         trainable: a tree of booleans over the parameters, or a prefix of one; the rest is frozen.
         chart: coordinates in which gradients are clipped, made of public data; see
             `mirrordp.updates.before_clip`. It does not change ε. None clips gradients themselves.
-        microbatch_size: how many examples are taken at a time; by default as many as fit into the
-            device's memory.
+        microbatch_size: how many examples are taken at a time, at most; by default as many as fit
+            into the device's memory.
         show_unprivatized: fills `info.unprivatized` with the batch's loss, clip fraction and size,
             which are not covered by the guarantee.
     """

@@ -25,6 +25,23 @@ def test_limit_is_projected_gradient_descent():
     np.testing.assert_allclose(stepped, theta - 0.4 * top.T @ (top @ grad), atol=1e-12)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1, 1.0, 6.0])
+@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
+def test_many_columns_have_the_same_span(decay, scale):
+    """A Gram matrix finds it where it can: with a decay of 6, the fourth is 1e-8 of the first."""
+    rng = np.random.default_rng(3)
+    left, right = (np.linalg.qr(rng.normal(size=(n, 12)))[0] for n in (12, 500))
+    rows = scale * (left * np.exp(-decay * np.arange(12))) @ right.T
+    mirror_map = SubspaceMap.from_directions(rows, 4)
+    basis = np.asarray(mirror_map.basis)
+    np.testing.assert_allclose(basis.T @ basis, np.eye(4), atol=1e-13)
+    vectors = np.linalg.svd(rows, full_matrices=False)[2][:4]
+    if decay:
+        np.testing.assert_allclose(basis @ basis.T, vectors.T @ vectors, atol=1e-6)
+    else:  # any four directions of the twelve are as good
+        np.testing.assert_allclose(right @ (right.T @ basis), basis, atol=1e-12)
+
+
 def test_small_rho_tends_to_the_limit():
     theta, grad, center = np.random.default_rng(2).normal(size=(3, 7))
     with jax.enable_x64(True):

@@ -82,7 +82,7 @@ def clipped_grad(
         if oracle.takes_key:
             keys = checked_keys(loss_fn, keys, count)
         clipping.check_isolated(loss_fn, params, chosen, batch, keys)
-        at_a_time = count if microbatch_size is None else min(count, microbatch_size)
+        at_a_time = clipping.even_size(count, microbatch_size)
         part = chosen.part(params)
         try:
             split = Split.of(loss_fn, params, (batch, keys), chosen, at_a_time, turns)

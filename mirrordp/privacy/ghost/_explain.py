@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mirrordp.privacy.clipping import takes_key
+from mirrordp.privacy.clipping import even_size, takes_key
 from mirrordp.privacy.ghost import _cost, _memory
 from mirrordp.privacy.ghost._plan import task_of
 from mirrordp.privacy.ghost._sum import Split
@@ -99,7 +99,7 @@ def _described(
     keys = jax.random.split(jax.random.key(0), rows) if takes_key(loss_fn) else None
     part = trainable.part(params)
     names = leaf_names(part)
-    size = min(rows, microbatch_size or rows)
+    size = even_size(rows, microbatch_size)
     try:
         split = Split.of(loss_fn, params, (batch, keys), trainable, size)
         if microbatch_size is None:

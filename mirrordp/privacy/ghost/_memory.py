@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from mirrordp._warn import warn
 from mirrordp.privacy._jaxprs import jaxprs_in
+from mirrordp.privacy.clipping import even_size
 from mirrordp.privacy.ghost._sum import Split, probes_of
 
 SHARE = 0.75
@@ -171,8 +172,7 @@ def largest_microbatch(split: Split, count: int, memory: int | None = None) -> i
             f"a private step may need {_gib(found.of(1))} of memory for one example at a time, "
             f"and the device has {_gib(memory)}. Wrap the model's layers in jax.checkpoint."
         )
-    # Equal parts: 64 examples of which 60 fit are two times 32.
-    return -(-count // -(-count // max(1, size)))
+    return even_size(count, max(1, size))
 
 
 def _gib(size: int) -> str:

@@ -140,6 +140,14 @@ class Plan:
         """Returns whether all formed gradients that make up a leaf's are short."""
         return all(n in self.short for n, at in enumerate(self.layers) if leaf in at.site.leaves)
 
+    def is_bfloat16(self, leaf: int) -> bool:
+        """Whether each site of a leaf has a weight of 16 bits with the range of float32."""
+        sites = [layer for layer in self.layers if leaf in layer.site.leaves]
+        return all(
+            isinstance(layer, OuterProducts) and layer.weight.dtype == jnp.bfloat16
+            for layer in sites
+        )
+
     def forms(self) -> dict[int, Form]:
         """Returns how gradients are formed at sites where JAX's own derivative has more bits."""
         found = {}

@@ -26,7 +26,10 @@ from mirrordp.privacy._float64 import wide_dtype
 Array = jax.Array
 
 PIECE = {"cpu": 2**15, "gpu": 2**18}
-"""The patches of a convolution are formed in pieces of this many numbers per example."""
+"""The patches of a convolution are formed in pieces of this many numbers per example, or more."""
+
+PATCHES = {"gpu": 2**31}
+"""Pieces may be larger as long as those of all examples together take at most so many bytes."""
 
 RUN = 256
 """The products of shortened numbers are added in float32 this many at a time."""
@@ -147,7 +150,9 @@ class Patches:
         only where a row of the window is too large for a piece.
         """
         rank = len(self.window)
-        room = PIECE.get(jax.default_backend(), PIECE["cpu"])
+        backend = jax.default_backend()
+        per_example = self.pixels.dtype.itemsize * self.pixels.shape[0]
+        room = max(PIECE.get(backend, PIECE["cpu"]), PATCHES.get(backend, 0) // per_example)
         shift = max(1, math.prod((*self.pixels.shape[1:3], *self.out, self.pixels.shape[-1])))
         rows = room // (shift * math.prod(self.window[1:]))
 

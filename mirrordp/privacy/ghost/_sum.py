@@ -137,7 +137,10 @@ def clipped_sum(
             return [layer.short_product(parts[number])]
         return [layer.weight_gradient(layer.product(parts[number]))]
 
-    products = {leaf: at_operands(use.number)[0] for leaf, use in plan.product.items()}
+    products = {
+        leaf: _with_bits_of_sites(plan, leaf, at_operands(use.number)[0])
+        for leaf, use in plan.product.items()
+    }
     explicit = _explicit_gradients(split, at_operands) if plan.explicit else {}
     turned = {
         leaf: _turned_factors(split, leaf, of, parts[of.use.number])
@@ -347,10 +350,17 @@ def _explicit_gradients(
     found = dict(zip(plan.explicit, jax.vmap(pull)(gradients)[0], strict=True))
     if split.turns is not None:
         found = {leaf: split.turns[leaf].of_gradients(array) for leaf, array in found.items()}
-    return {
-        leaf: _short.rounded(gradient) if plan.is_short(leaf) and gradient.ndim > 2 else gradient
-        for leaf, gradient in found.items()
-    }
+    return {leaf: _with_bits_of_sites(plan, leaf, gradient) for leaf, gradient in found.items()}
+
+
+def _with_bits_of_sites(plan: Plan, leaf: int, gradient: jax.Array | Short) -> jax.Array | Short:
+    """Returns a leaf's gradients with no more bits than ordinary training gives those of its sites.
+
+    They take half the time to read where these have 16 bits.
+    """
+    if isinstance(gradient, Short) or gradient.ndim <= 2:
+        return gradient
+    return _short.rounded(gradient) if plan.is_short(leaf) or plan.is_bfloat16(leaf) else gradient
 
 
 def _unit(gradient: jax.Array | Short, part: Factors) -> float:
