@@ -10,6 +10,7 @@ import pytest
 
 import mirrordp
 from mirrordp.privacy import clipping, ghost
+from mirrordp.privacy._jaxprs import equations
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
 from tests.contracts import clipper
@@ -236,3 +237,16 @@ def test_factors_of_a_wider_type_are_rounded_down():
         assert found.dtype == jnp.float32
         assert np.all(np.asarray(found, np.float64) <= np.asarray(weights))
         np.testing.assert_allclose(found, weights, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("clipped_grad", CLIPPERS, ids=["explicit", "ghost"])
+def test_microbatches_are_alike_and_hold_little_padding(clipped_grad):
+    """Ten rows at most four at a time are 3 x 4, and nine are 3 x 3, not 3 x 4."""
+    loss = lambda w, x: jnp.sum((x @ w) ** 2)  # noqa: E731
+    for rows, size in ((10, 4), (9, 3), (8, 4), (6, 3)):
+        clipped = clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=4)
+        arguments = jnp.ones((5, 2)), jnp.ones((rows, 5)), jnp.zeros(rows, bool)
+        program = jax.make_jaxpr(lambda *given: clipped.exact_sum(*given).total)(*arguments)
+        scans = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+        shapes = {var.aval.shape for eqn in scans for var in eqn.invars}
+        assert (-(-rows // size), size, 5) in shapes

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from mirrordp.privacy import clipping, ghost, sums
-from mirrordp.privacy.ghost import _factors, _layers, _sum
+from mirrordp.privacy.ghost import _factors, _layers, _sides, _sum
 from mirrordp.privacy.ghost._layers import AnyOperation, Axes, Convolution, Lookup, MatrixProduct
 from mirrordp.privacy.ghost._sides import Vectors
 from mirrordp.privacy.trainable import Trainable
@@ -165,3 +165,43 @@ def test_the_last_kind_recognises_every_site():
         odd = dataclasses.replace(site, **change)
         assert type(_layers.layer_at(odd)) is last
         assert not any(kind.recognises(odd) for kind in others)
+
+
+def test_patches_of_few_examples_come_in_one_piece(monkeypatch):
+    """On a GPU, as long as all together take no more bytes than they may."""
+    pixels = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 2, 10, 10, 4)), jnp.float32)
+    patches = _sides.Patches(pixels, (3, 3), (8, 8), (1, 1), (1, 1))
+    together = 3 * 2 * 64 * 36 * 4
+    found = {}
+    for bytes_in_all in (together, together // 3, together // 9, 0):
+        monkeypatch.setitem(_sides.PATCHES, jax.default_backend(), bytes_in_all)
+        monkeypatch.setitem(_sides.PIECE, jax.default_backend(), 1)
+        found[bytes_in_all] = patches.pieces(lambda piece: piece)
+    assert [len(pieces) for pieces in found.values()] == [1, 3, 9, 9]
+    for pieces in found.values():
+        whole = jnp.concatenate(pieces, axis=-1)
+        np.testing.assert_array_equal(whole, found[together][0])
+
+
+@pytest.mark.parametrize("path", ["product", "behind a function"])
+def test_formed_gradients_of_bfloat16_weights_have_as_many_bits(path):
+    """Half the memory; and the numbers whose norm is taken are those that are summed."""
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.normal(size=(3, 3, 2, 8)), jnp.float32)
+    images = jnp.asarray(rng.normal(size=(1, 2, 9, 9, 2)), jnp.float32)
+
+    def loss(kernel, images):
+        if path != "product":
+            kernel = kernel / jnp.linalg.norm(kernel)
+        convolve = jax.vmap(conv, (0, None))
+        out = convolve(images.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
+        return jnp.tanh(out.astype(jnp.float32)).sum()
+
+    split = _sum.Split.of(loss, kernel, (images, None), Trainable.of(None), 1)
+    assert (split.plan.explicit == (0,)) == (path != "product")
+    clipped = jax.jit(ghost.clipped_grad(loss, l2_clip_norm=1e6).with_stats)
+    total, stats = clipped(kernel, images, jnp.zeros(1, bool))
+    np.testing.assert_array_equal(total, total.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(stats.unprivatized_norms[0], np.linalg.norm(total), rtol=1e-6)
+    exact = jax.grad(lambda kernel: loss(kernel, images[0]))(kernel)
+    assert relative_error(total, exact) < 0.01
