@@ -28,7 +28,7 @@ Array = jax.Array
 PIECE = {"cpu": 2**15, "gpu": 2**18}
 """The patches of a convolution are formed in pieces of this many numbers per example, or more."""
 
-PATCHES = {"gpu": 2**31}
+PATCHES = {"gpu": 2**30}
 """Pieces may be larger as long as those of all examples together take at most so many bytes."""
 
 RUN = 256
