@@ -192,7 +192,7 @@ def _span(rows: np.ndarray, rank: int) -> np.ndarray:
         if squares[-1] > LEAST_BY_GRAM**2 * squares[0]:
             span = rows.T @ (left / np.sqrt(squares))
             factor = scipy.linalg.cholesky(span.T @ span)
-            return scipy.linalg.solve_triangular(factor, span.T, trans="T").T
+            return scipy.linalg.solve_triangular(factor, span.T, trans=1).T
     _, singular_values, vectors = scipy.linalg.svd(rows, full_matrices=False)
     cutoff = max(rows.shape) * np.finfo(np.float64).eps * singular_values[0]
     spanned = int(np.count_nonzero(singular_values > cutoff))
