@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mirrordp
@@ -17,6 +18,7 @@ from tests import statistical, tools
 
 ZEROS = {"a": np.zeros((40, 25), np.float32), "b": np.zeros(500, np.float32)}
 COEFFICIENTS = (1.0, 0.5, 0.3)
+ROWS, PADDING = jnp.zeros((2, 500)), jnp.zeros(2, bool)
 
 
 @functools.cache
@@ -379,3 +381,50 @@ class TestWhereCorrelatedNoiseIsRefused:
 
         with pytest.raises(TypeError, match="noise must be GaussianNoise or BandedNoise"):
             tools.mechanism(noise=Silent())
+
+
+class TestOwnLoop:
+    """`step(state, batch, ...)` by hand, where α may be 0 on some turns."""
+
+    STEPS = 8
+
+    @classmethod
+    def step(cls, noise):
+        mechanism = mirrordp.Mechanism(
+            sampling=CyclicPoissonSampling.for_batch_size(2, num_examples=8, num_groups=3),
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+            num_steps=cls.STEPS,
+            noise=noise,
+        )
+        return mirrordp.TrainStep(lambda w, x: w @ x, mechanism, optax.sgd(1.0))
+
+    @classmethod
+    def releases(cls, noise, alphas):
+        """Noise alone: the rows are zero, the public ones too."""
+        step = cls.step(noise)
+        run = jax.jit(lambda state, alpha: step(state, ROWS, PADDING, ROWS, alpha=alpha)[0])
+        state, found = step.init(jnp.zeros(500), jax.random.key(0)), []
+        for alpha in alphas:
+            before, state = state, run(state, alpha)
+            found.append(np.asarray(state.params - before.params))
+        return np.array(found)
+
+    @pytest.mark.parametrize("private", [[0, 3, 6], [1, 2, 7], [5]])
+    def test_correlated_noise_keeps_the_turns_of_the_sampling(self, private):
+        """Else the turns of one record, three steps apart, would be neighbours in the noise."""
+        noise = BandedNoise(COEFFICIENTS)
+        alphas = np.isin(np.arange(self.STEPS), private).astype(np.float32)
+        always, found = (self.releases(noise, a) for a in (np.ones(self.STEPS), alphas))
+        np.testing.assert_allclose(found[private], always[private], atol=1e-5)
+        assert not found[alphas == 0].any()
+        # Independent noise is fresh wherever it is drawn, and none is drawn for nothing.
+        always, found = (self.releases(GaussianNoise(), a) for a in (np.ones(8), alphas))
+        np.testing.assert_allclose(found[private], always[: len(private)], atol=1e-5)
+
+    @pytest.mark.parametrize("alpha", [0, 0.0, 1e-39, np.float32(0), jnp.zeros([])])
+    def test_an_alpha_of_zero_is_refused_where_it_is_known(self, alpha):
+        step = self.step(BandedNoise(COEFFICIENTS))
+        state = step.init(jnp.zeros(500), jax.random.key(0))
+        with pytest.raises(ValueError, match="every step to be a private one"):
+            step(state, ROWS, PADDING, ROWS, alpha=alpha)

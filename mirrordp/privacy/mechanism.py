@@ -308,7 +308,10 @@ class Mechanism:
         )
 
     def epsilon(self, delta: float, *, num_steps: int | None = None) -> float:
-        """ε at δ after `num_steps` charged steps (by default all)."""
+        """ε at δ after `num_steps` charged steps (by default all).
+
+        Charged are steps that release something private, and with correlated noise all steps.
+        """
         return self.guarantee(delta, num_steps=num_steps).epsilon
 
     @property

@@ -41,6 +41,7 @@ from mirrordp.training.step import (
     Unprivatized,
     check_loss,
     check_options,
+    check_turn,
     select,
     updated,
     warn_of_unused,
@@ -267,7 +268,12 @@ class TrainStep:
         keys: jax.Array | None = None,
         public_key: jax.Array | None = None,
     ) -> tuple[TrainState, StepInfo]:
-        """Takes one whole step on one padded batch; without public rows α must be left at 1."""
+        """Takes one whole step on one padded batch; without public rows α must be left at 1.
+
+        With correlated noise every step is a private one: α = 0 is refused, or, where a compiled
+        program computes α, counts as a step of `mechanism.epsilon` like any other.
+        """
+        check_turn(self.mechanism, alpha)
         if public is None and not (isinstance(alpha, int | float) and alpha == 1):
             raise ValueError(
                 f"alpha={alpha!r} mixes in a public gradient, but no public rows were given. Pass "
@@ -326,14 +332,14 @@ class TrainStep:
         noisy_sum, noise_state = self.mechanism.add_noise(
             total.total, state.noise_state, weight=weight
         )
-        # Where α = 0 nothing is released and no noise is used up.
+        # Where α = 0 nothing is released.
         is_private = alpha > 0
         mean = self.mechanism.mean(noisy_sum)
-        private_grad, noise_state = select(
-            is_private,
-            (mean, noise_state),
-            (jax.tree.map(jnp.zeros_like, mean), state.noise_state),
-        )
+        private_grad = select(is_private, mean, jax.tree.map(jnp.zeros_like, mean))
+        if self.mechanism.noise.num_bands == 1:
+            # Nor is noise used up. Correlated noise is: its steps are those of the sampling, which
+            # keeps the steps of one record as many bands apart.
+            noise_state = select(is_private, noise_state, state.noise_state)
         if self.chart is not None:
             # A chart may add what is public.
             released = self.chart.release(state.chart, private_grad)

@@ -703,6 +703,9 @@ class FederatedStep:
             return grad, noise_state, clip_norm
 
         def skip(noise_state):
+            if self.mechanism.noise.num_bands > 1:
+                # As in `TrainStep.finish`: correlated noise is used up where nothing is released.
+                _, noise_state, _ = release(noise_state)
             return total.total.zeros().delta, noise_state, state.clip_norm
 
         private_grad, noise_state, clip_norm = jax.lax.cond(

@@ -289,6 +289,18 @@ def select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
+def check_turn(mechanism: Mechanism, alpha: Any) -> None:
+    """Raises for an α of 0 under correlated noise, unless a compiled program computes it."""
+    if mechanism.noise.num_bands == 1 or isinstance(alpha, jax.core.Tracer):
+        return
+    # Devices read subnormal numbers as zero.
+    if np.any(np.asarray(alpha, np.float32) < np.finfo(np.float32).tiny):
+        raise ValueError(
+            f"correlated noise needs every step to be a private one, got alpha={alpha!r}. Keep "
+            "alpha above 0, or use GaussianNoise()."
+        )
+
+
 def updated(
     step: Step,
     state: State,
