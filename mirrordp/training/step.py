@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.extend import core
 
 from mirrordp import _validate
@@ -291,7 +292,7 @@ def select(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
 
 def check_turn(mechanism: Mechanism, alpha: Any) -> None:
     """Raises for an α of 0 under correlated noise, unless a compiled program computes it."""
-    if mechanism.noise.num_bands == 1 or isinstance(alpha, jax.core.Tracer):
+    if mechanism.noise.num_bands == 1 or isinstance(alpha, Tracer):
         return
     # Devices read subnormal numbers as zero.
     if np.any(np.asarray(alpha, np.float32) < np.finfo(np.float32).tiny):
