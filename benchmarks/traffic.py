@@ -111,6 +111,7 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         platform="cuda", topology_name="h200", topology="1x1x1", target_config=H200
     )
     there = SingleDeviceSharding(chip.devices[0])
+    # The clipped sum chooses its paths by the name of the backend that programs run on.
     backend, jax.default_backend = jax.default_backend, lambda: "gpu"
     try:
         return (

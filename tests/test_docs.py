@@ -57,8 +57,8 @@ def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     needs_opacus = "import torch" in text and "MIRRORDP_REQUIRE_OPACUS" not in os.environ
     if needs_opacus and importlib.util.find_spec("opacus") is None:
-        # An extra that users may leave out; CI sets the variable, and the page fails without it.
-        pytest.skip("needs Opacus: pip install 'mirrordp[opacus]'")
+        # CI sets the variable, and the page fails there without it.
+        pytest.skip("Opacus is an extra that is not installed (mirrordp[opacus]); CI runs the page")
     if page.name == "README.md":
         # The README's commands take any tables; these are the ones that its page makes.
         tables = (ROOT / "docs" / "two-csv-files.md").read_text(encoding="utf-8")

@@ -16,8 +16,9 @@ import warnings
 import pytest
 
 if importlib.util.find_spec("flwr") is None and "MIRRORDP_REQUIRE_FLOWER" not in os.environ:
-    # An extra that users may leave out; CI sets the variable, and a missing Flower fails there.
-    pytest.skip("needs Flower: pip install 'mirrordp[flower]'", allow_module_level=True)
+    # CI sets the variable, and a missing Flower fails there.
+    reason = "Flower is an extra that is not installed (mirrordp[flower]); CI runs these with it"
+    pytest.skip(reason, allow_module_level=True)
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
 with warnings.catch_warnings():

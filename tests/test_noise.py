@@ -422,7 +422,7 @@ class TestOwnLoop:
         always, found = (self.releases(GaussianNoise(), a) for a in (np.ones(8), alphas))
         np.testing.assert_allclose(found[private], always[: len(private)], atol=1e-5)
 
-    @pytest.mark.parametrize("alpha", [0, 0.0, 1e-39, np.float32(0), jnp.zeros([])])
+    @pytest.mark.parametrize("alpha", [0, 0.0, 1e-39, -1.0, math.nan, jnp.zeros([])])
     def test_an_alpha_of_zero_is_refused_where_it_is_known(self, alpha):
         step = self.step(BandedNoise(COEFFICIENTS))
         state = step.init(jnp.zeros(500), jax.random.key(0))

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 if importlib.util.find_spec("opacus") is None and "MIRRORDP_REQUIRE_OPACUS" not in os.environ:
-    # An extra that users may leave out; CI sets the variable, and a missing Opacus fails there.
-    pytest.skip("needs Opacus: pip install 'mirrordp[opacus]'", allow_module_level=True)
+    # CI sets the variable, and a missing Opacus fails there.
+    reason = "Opacus is an extra that is not installed (mirrordp[opacus]); CI runs these with it"
+    pytest.skip(reason, allow_module_level=True)
 
 import jax
 import jax.numpy as jnp

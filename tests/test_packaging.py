@@ -42,7 +42,7 @@ def test_no_file_names_this_machine():
     """Addresses and absolute paths of whoever wrote a file do not belong in the repository."""
     if not (ROOT / ".git").exists():
         # An unpacked archive: which of the files around it belong to it, only git could say.
-        pytest.skip("not a git checkout, which would list the files of the repository")
+        pytest.skip("an unpacked archive, in which git cannot list the repository's files")
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

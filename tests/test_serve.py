@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import socket
@@ -234,7 +235,7 @@ ENDLESS = b"GET /health HTTP/1.1\r\nSlow: " + b"a" * 100
 @pytest.mark.parametrize("protocol", ["h11_impl.H11Protocol", "httptools_impl.HttpToolsProtocol"])
 def test_a_client_whose_headers_take_too_long_is_cut_off(protocol, monkeypatch):
     module, name = protocol.split(".")
-    kind = getattr(pytest.importorskip(f"uvicorn.protocols.http.{module}"), name)
+    kind = getattr(importlib.import_module(f"uvicorn.protocols.http.{module}"), name)
     monkeypatch.setattr("uvicorn.protocols.http.auto.AutoHTTPProtocol", kind)
     with running(seconds=0.5) as connect:
         with connect() as silent:
@@ -253,7 +254,7 @@ def test_a_client_whose_headers_take_too_long_is_cut_off(protocol, monkeypatch):
 @pytest.mark.parametrize("protocol", ["h11_impl.H11Protocol", "httptools_impl.HttpToolsProtocol"])
 def test_a_client_that_reads_no_answer_is_cut_off(protocol, monkeypatch):
     module, name = protocol.split(".")
-    kind = getattr(pytest.importorskip(f"uvicorn.protocols.http.{module}"), name)
+    kind = getattr(importlib.import_module(f"uvicorn.protocols.http.{module}"), name)
     monkeypatch.setattr("uvicorn.protocols.http.auto.AutoHTTPProtocol", kind)
     with running(seconds=0.5) as connect, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

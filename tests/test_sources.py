@@ -292,7 +292,8 @@ class TestReading:
         same(read_rows(PrivateData(mapped + 1).arrays, np.arange(40)), ROWS["x"] + 1)
 
     @pytest.mark.skipif(
-        not hasattr(mmap, "MADV_DONTNEED"), reason="this system never gives mapped pages back"
+        not hasattr(mmap, "MADV_DONTNEED"),
+        reason="without madvise nothing is forgotten, so nothing written can be lost",
     )
     def test_what_was_written_to_a_private_map_is_not_forgotten(self, tmp_path):
         np.save(tmp_path / "x.npy", np.zeros((4000, 3)))

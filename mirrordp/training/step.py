@@ -295,7 +295,7 @@ def check_turn(mechanism: Mechanism, alpha: Any) -> None:
     if mechanism.noise.num_bands == 1 or isinstance(alpha, Tracer):
         return
     # Devices read subnormal numbers as zero.
-    if np.any(np.asarray(alpha, np.float32) < np.finfo(np.float32).tiny):
+    if not np.all(np.asarray(alpha, np.float32) >= np.finfo(np.float32).tiny):
         raise ValueError(
             f"correlated noise needs every step to be a private one, got alpha={alpha!r}. Keep "
             "alpha above 0, or use GaussianNoise()."
