@@ -9,7 +9,12 @@ import pytest
 from mirrordp import cli
 from mirrordp.report import ReportError, RunReport, charts, evaluation_figures
 from mirrordp.report.comparison import Comparison
-from mirrordp.report.evaluation import Score, coefficients, results_on_test_rows
+from mirrordp.report.evaluation import (
+    Score,
+    coefficients,
+    lines_of_scores,
+    results_on_test_rows,
+)
 from mirrordp.report.page import report_page
 from mirrordp.tables import ClassTarget, NumberTarget, evaluation
 from tests import remembered
@@ -77,6 +82,26 @@ def test_the_page_shows_models_curve_and_coefficients(kind):
     configuration = text[text.index("<h2>Configuration") :]
     assert "baseline" not in configuration
     assert "coefficients" not in configuration
+
+
+def test_the_text_ends_with_the_scores(tmp_path, capsys):
+    report = make_report()
+    report.write(tmp_path / "run")
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(report.privacy_card())
+    scores = printed[len(report.privacy_card()) :]
+    assert scores.startswith("\nOn 80 test rows (intervals: 95%, by a jackknife over test rows):\n")
+    models = report.results["test"]["models"]
+    assert scores.splitlines()[2].split("  ")[-1].strip() == "guess without features"
+    for name in models["this model"]:
+        (line,) = [line for line in scores.splitlines() if line.startswith(f"  {name} ")]
+        assert all(f"{scores[name]['value']:.4g}" in line for scores in models.values())
+
+
+def test_names_of_models_cannot_move_the_cursor():
+    lines = lines_of_scores({"a\x1b[2J\n": {"m\r": Score(1.0, None, None)}})
+    assert lines == ["      a?[2J?", "  m?  1"]
 
 
 def test_hostile_names_stay_text():

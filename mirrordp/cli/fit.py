@@ -26,6 +26,7 @@ from mirrordp.cli._common import (
     print_json,
     seed,
 )
+from mirrordp.cli.report import print_scores
 
 if TYPE_CHECKING:
     from mirrordp.spending.budget import Budget
@@ -191,6 +192,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UsageError("expected --budget with --data-changed, got none; leave it out.")
 
     from mirrordp.data import UNPROTECTED
+    from mirrordp.report.evaluation import Score, lines_of_scores
     from mirrordp.spending.budget import Budget
     from mirrordp.spending.files import HAS_LOCKS
     from mirrordp.tables import fitting
@@ -245,14 +247,12 @@ def _run(arguments: argparse.Namespace) -> int:
     for words in by_column(fitted.unprotected_cells):
         print(f"mirrordp: {UNPROTECTED} {words}.", file=sys.stderr)
     if fitted.unprotected_ceiling:
+        ceiling = {
+            name: {measure: Score(one.value, one.low, one.high) for measure, one in found.items()}
+            for name, found in fitted.unprotected_ceiling.items()
+        }
         print(f"mirrordp: {UNPROTECTED} models without protection:", file=sys.stderr)
-        for line in _scores(
-            {
-                name: {measure: value._asdict() for measure, value in measured.items()}
-                for name, measured in fitted.unprotected_ceiling.items()
-            }
-        ):
-            print(line, file=sys.stderr)
+        print(*lines_of_scores(ceiling), sep="\n", file=sys.stderr)
     return 0
 
 
@@ -321,8 +321,7 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
-    if "test" in report.results:
-        _print_scores(report.results["test"])
+    print_scores(report.results)
     print(f"Wrote model.json, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")
 
@@ -338,33 +337,6 @@ def _rehearsed(rehearsal: Mapping[str, Any], chosen: str) -> str:
         f"Rehearsal on public rows, {measure}: {values}. Taken: {chosen}, because "
         f"{rehearsal['reason']}."
     )
-
-
-def _print_scores(test: Mapping[str, Any]) -> None:
-    """Prints the scores of a report."""
-    print(f"On {test['rows']} test rows (intervals: {test['interval']}):")
-    for line in _scores(test["models"]):
-        print(line)
-
-
-def _scores(models: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields one line per measure, and one column per model."""
-    names = list(dict.fromkeys(name for measured in models.values() for name in measured))
-    table = [["", *models]]
-    for name in names:
-        cells = [measured.get(name) for measured in models.values()]
-        shown = ["-" if cell is None else _with_interval(cell) for cell in cells]
-        table.append([name, *shown])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
-
-
-def _with_interval(measured: Mapping[str, Any]) -> str:
-    from mirrordp.report.evaluation import Score
-
-    return str(Score(measured["value"], measured["low"], measured["high"]))
 
 
 def _check_run_folder(arguments: argparse.Namespace, run_folder: Path) -> None:

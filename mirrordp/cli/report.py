@@ -1,7 +1,7 @@
 """`mirrordp report`."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,18 @@ def _run(arguments: argparse.Namespace) -> int:
         print_written(wrote)
     else:
         print(report.privacy_card(), end="")
+        print_scores(report.results, before="\n")
     return 0
+
+
+def print_scores(results: Mapping[str, Any], before: str = "") -> None:
+    """Prints the scores on test rows, if a report has some."""
+    from mirrordp.report.evaluation import lines_of_scores, results_on_test_rows
+
+    if (test := results_on_test_rows(results)) is None:
+        return
+    print(f"{before}On {test.rows} test rows (intervals: {test.interval}):")
+    print(*lines_of_scores(test.models), sep="\n")
 
 
 def write_all(wanted: list[tuple[Path | None, Callable[[], bytes]]]) -> list[str]:

@@ -156,6 +156,21 @@ def results_on_test_rows(results: Mapping[str, Any]) -> TestResults | None:
     return found if found.measures and has_points else None
 
 
+def lines_of_scores(models: Mapping[str, Mapping[str, Score]]) -> list[str]:
+    """Returns a table as text: one line for each measure, one column for each model."""
+    names = dict.fromkeys(name for scores in models.values() for name in scores)
+    table = [["", *models]]
+    for name in names:
+        cells = [scores.get(name) for scores in models.values()]
+        table.append([name, *("-" if cell is None else str(cell) for cell in cells)])
+    table = [[_printable(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
 def _curve(content: Mapping[str, Any]) -> TestCurve:
     return TestCurve(
         is_calibration=content["kind"] == "calibration",
@@ -291,10 +306,13 @@ def _label_plainly(axis: Any, most: int) -> None:
     axis.set_major_formatter(FuncFormatter(text))
 
 
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def _plain(text: str, longest: int = 60) -> str:
     """Returns text that matplotlib does not take for mathematics, on one line."""
-    shown = "".join(char if char.isprintable() else "?" for char in text)
-    return shortened(shown, longest).replace("$", r"\$")
+    return shortened(_printable(text), longest).replace("$", r"\$")
 
 
 def _png(figure: Any, axes: Any, title: str) -> bytes:
