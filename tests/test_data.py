@@ -378,6 +378,11 @@ class TestOtherContainers:
         with pytest.raises(TypeError, match=f"takes arrays.* got {type(data).__name__} at arrays"):
             make(data)
 
+    @pytest.mark.parametrize("mask", [False, [False, True, False]])
+    def test_masked_values_are_not_taken_for_numbers(self, mask):
+        with pytest.raises(TypeError, match=r"without a mask.* at arrays\['x'\]"):
+            PublicData({"x": np.ma.array([1.0, 2.0, 3.0], mask=mask)})
+
     def test_the_advice_works(self):
         dataset = TensorDataset()
         with pytest.raises(TypeError, match=r"PrivateData\(tuple\(np.asarray\(t\) for t in"):

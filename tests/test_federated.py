@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
 
 import mirrordp
@@ -176,6 +177,24 @@ class TestClientData:
             ),
             (lambda: PrivateClients.from_rows(np.ones(3), ["a", " ", ""]), "2 rows whose user"),
             (lambda: PrivateClients.from_rows(np.ones(2), np.array([b"a", b""])), "1 rows whose"),
+            (
+                lambda: PrivateClients.from_rows(
+                    np.ones(3), np.ma.array([1, 1, 2], mask=[1, 0, 0])
+                ),
+                "1 rows whose user",
+            ),
+            (
+                lambda: PrivateClients.from_rows(np.ones(3), pd.array([1, None, 2], dtype="Int64")),
+                "1 rows whose user",
+            ),
+            (
+                lambda: PrivateClients.from_rows(np.ones(2), pd.array(["a", None], dtype="string")),
+                "1 rows whose user",
+            ),
+            (
+                lambda: PrivateClients.from_rows(np.ones(3), np.array(["NaT", 1, "NaT"], "M8[D]")),
+                "2 rows whose user",
+            ),
             # One person under two spellings would count twice.
             (
                 lambda: PrivateClients.from_users([np.ones(1)] * 3, ids=[3, "3", 3.0]),

@@ -126,6 +126,12 @@ def as_arrays(name: str, tree: PyTree) -> PyTree:
     def as_array(path: tuple, leaf: object) -> PyTree:
         if isinstance(leaf, sources.Column):
             return leaf
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} takes arrays without a mask, since it would take masked values for "
+                f"numbers, got a masked array at {_path(path)}. Pass array.filled(value), or leave "
+                "out their rows."
+            )
         known = ("__array__", "__array_interface__", "__dlpack__")
         plain = bool | int | float | complex | str | bytes | range | memoryview | array.array
         if isinstance(leaf, plain) or any(hasattr(leaf, attribute) for attribute in known):

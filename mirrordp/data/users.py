@@ -439,14 +439,25 @@ def _name_order(name: Hashable) -> tuple[float, str]:
     return (number if math.isfinite(number) else math.inf), text
 
 
-def _num_missing(names: Iterable[Hashable] | np.ndarray) -> int:
-    """Counts names that are None, NaN or empty, which NumPy may have turned into text."""
-    if getattr(getattr(names, "dtype", None), "kind", "O") not in "fOSU":
+def _num_missing(names: Sequence[Hashable] | np.ndarray) -> int:
+    """Counts names that are masked, None, NaN, NaT or empty."""
+    if isinstance(names, np.ma.MaskedArray):
+        return int(np.ma.count_masked(names)) + _num_missing(names.compressed())
+    names = _uncast(names)
+    if names.dtype.kind in "biu":
         return 0
-    return sum(
-        name is None or name != name or (isinstance(name, str | bytes) and not name.strip())
-        for name in names
-    )
+    if names.dtype.kind in "fcmM":
+        return int(np.count_nonzero(names != names))
+    return sum(map(_is_missing, names))
+
+
+def _is_missing(name: Hashable) -> bool:
+    if name is None or isinstance(name, str | bytes):
+        return not (name and name.strip())
+    try:
+        return bool(name != name)
+    except (TypeError, ValueError):  # pandas.NA compares as itself.
+        return True
 
 
 def _spelling(name: Hashable) -> str:
