@@ -4,6 +4,7 @@ Every check takes its values as keywords, so that the message can name the argum
 `positive(l2_clip_norm=1.0)`.
 """
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable
@@ -25,6 +26,29 @@ def _require_numbers(
             )
         if not holds(value):
             raise ValueError(f"{name} must be {expected}, got {value!r}.{advice}")
+
+
+def plain(value: Any) -> Any:
+    """Returns a number as an `int` or `float` of Python's, and anything else as it is.
+
+    NumPy computes in the width of its own scalars: `np.int8(100) * np.int8(3)` is 44. What decides
+    privacy is therefore made plain before anything is computed from it.
+
+    >>> import numpy as np
+    >>> plain(np.int8(100)) * plain(np.int8(3)), plain(None)
+    (300, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def make_plain(instance: Any) -> None:
+    """Makes the numbers among the fields of a frozen dataclass plain; see `plain`."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if (found := plain(value)) is not value:
+            object.__setattr__(instance, field.name, found)
 
 
 def positive(advice: str = "", **values: Any) -> None:

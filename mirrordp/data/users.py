@@ -55,6 +55,7 @@ class ClientData:
 
     def __post_init__(self):
         name, remark = self._words()
+        _validate.make_plain(self)
         _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
         object.__setattr__(self, "arrays", as_arrays(name, self.arrays))
         counts = np.asarray(self.num_examples, np.int32)
@@ -119,6 +120,7 @@ class ClientData:
         owners = _uncast(user_ids)
         arrays = as_arrays(cls.__name__, arrays)
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        max_examples_per_user = int(max_examples_per_user)
         lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
         if owners.ndim != 1 or lengths != {len(owners)}:
             raise ValueError(
@@ -184,6 +186,7 @@ class ClientData:
             seed: decides, together with a user's name or rows, which of its rows are kept.
         """
         _validate.positive_integer(max_examples_per_user=max_examples_per_user)
+        max_examples_per_user = int(max_examples_per_user)
         if isinstance(users, Mapping):
             raise TypeError(
                 "users must be a list with the rows of one user each, got a mapping. Pass "

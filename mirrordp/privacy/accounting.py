@@ -22,7 +22,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -150,7 +150,9 @@ def fixed_size_event(
     if batch_size == num_examples:
         return _repeated(gaussian, num_steps)
     return _repeated(
-        dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, gaussian),
+        dp_accounting.SampledWithoutReplacementDpEvent(
+            int(num_examples), int(batch_size), gaussian
+        ),
         num_steps,
     )
 
@@ -201,17 +203,17 @@ def epsilon(
             event under this adjacency. The message says what can be analysed.
     """
     _validate.open_unit_interval(delta=delta)
+    delta = float(delta)
     chosen = resolve_accountant(event, adjacency, accountant)
     event = _analysable(event)
+    orders = None if orders is None else checked_orders(orders)
     if orders is not None and chosen is Accountant.PLD:
         raise ValueError(
             "orders belong to the RDP accountant, got the PLD accountant. Choose RDP, or leave the "
             "orders out."
         )
     if chosen is Accountant.RDP:
-        value = _rdp_epsilon(
-            event, delta, adjacency, None if orders is None else tuple(map(float, orders))
-        )
+        value = _rdp_epsilon(event, delta, adjacency, orders)
         method = f"RDP, {'dp-accounting default' if orders is None else len(orders)} orders"
     elif (mu := _gaussian_mu(event)) is not None:
         value = _gaussian_epsilon(adjacency.distance * mu, delta)
@@ -223,6 +225,23 @@ def epsilon(
     return Epsilon(math.inf if math.isnan(value) else value, delta, adjacency, chosen, method)
 
 
+def checked_orders(orders: Iterable[float]) -> tuple[float, ...]:
+    """Returns Rényi orders as floats; raises unless they are finite numbers above one."""
+    found = tuple(orders)
+    for order in found:
+        _validate.positive("A Renyi order is a finite number above 1.", order=order)
+        if not order > 1:
+            raise ValueError(
+                f"Renyi orders must be finite numbers above 1, got {order!r}. Leave it out."
+            )
+    if not found:
+        raise ValueError(
+            "orders must name at least one Renyi order, got none. Leave orders out for those of "
+            "dp-accounting."
+        )
+    return tuple(map(float, found))
+
+
 def default_delta(num_examples: int) -> float:
     """Returns 1/(10 n) rounded down to a power of ten, and at most 1e-5, for a public n.
 
@@ -230,7 +249,7 @@ def default_delta(num_examples: int) -> float:
     [1e-05, 1e-05, 1e-06, 1e-07]
     """
     _validate.positive_integer(num_examples=num_examples)
-    return float(f"1e-{max(5, len(str(10 * num_examples - 1)))}")
+    return float(f"1e-{max(5, len(str(10 * int(num_examples) - 1)))}")
 
 
 def require_small_delta(delta: float, num_examples: int, *, allow_large: bool = False) -> None:
@@ -264,6 +283,7 @@ def warn_of_large_delta(delta: float, num_examples: int | None) -> None:
 
 def _large_delta(delta: float, num_examples: int) -> str | None:
     """Says what is wrong with δ > 1/n: publishing a random record would then pass."""
+    delta, num_examples = float(delta), int(num_examples)
     if delta <= 1 / num_examples:
         return None
     return (
@@ -288,6 +308,7 @@ def renyi_divergences(
         UnsupportedError: if there is no Rényi analysis (Poisson sampling under replace).
     """
     resolve_accountant(event, adjacency, Accountant.RDP)
+    event, orders = plain_event(event), checked_orders(orders)
     recurse = functools.partial(renyi_divergences, orders=orders, adjacency=adjacency)
     match event:
         case dp_accounting.SelfComposedDpEvent():
@@ -354,6 +375,19 @@ def _analysable(event: DpEvent) -> DpEvent:
     return _mapped(event, _tamed)
 
 
+def plain_event(event: DpEvent) -> DpEvent:
+    """Returns a copy whose numbers are Python's own, as those of `_validate.plain` are."""
+
+    def change(event: DpEvent) -> DpEvent:
+        match event:
+            case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
+                return dp_accounting.GaussianDpEvent(float(sigma))
+            case _:
+                return event
+
+    return _mapped(event, change)
+
+
 def _tamed(event: DpEvent) -> DpEvent:
     match event:
         case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
@@ -393,7 +427,7 @@ def _mapped(event: DpEvent, change: Callable[[DpEvent], DpEvent]) -> DpEvent:
     recurse = functools.partial(_mapped, change=change)
     match event:
         case dp_accounting.SelfComposedDpEvent():
-            event = dp_accounting.SelfComposedDpEvent(recurse(event.event), event.count)
+            event = dp_accounting.SelfComposedDpEvent(recurse(event.event), int(event.count))
         case dp_accounting.ComposedDpEvent():
             event = dp_accounting.ComposedDpEvent([recurse(inner) for inner in event.events])
         case dp_accounting.PoissonSampledDpEvent():
@@ -402,7 +436,7 @@ def _mapped(event: DpEvent, change: Callable[[DpEvent], DpEvent]) -> DpEvent:
             )
         case dp_accounting.SampledWithoutReplacementDpEvent():
             event = dp_accounting.SampledWithoutReplacementDpEvent(
-                event.source_dataset_size, event.sample_size, recurse(event.event)
+                int(event.source_dataset_size), int(event.sample_size), recurse(event.event)
             )
         case RepeatAndSelectDpEvent():
             event = RepeatAndSelectDpEvent(
@@ -633,6 +667,7 @@ def calibrate(
     """
     _validate.positive(epsilon=epsilon_target)
     _validate.open_unit_interval(delta=delta)
+    epsilon_target, delta = float(epsilon_target), float(delta)
     chosen = resolve_accountant(make_event(1.0), adjacency, accountant)
     search = functools.partial(
         _smallest_safe_noise, epsilon_target=epsilon_target, tolerance=tolerance

@@ -227,6 +227,7 @@ def clipped_grad(
     sums.check_clip_norm(l2_clip_norm)
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
+    l2_clip_norm, microbatch_size = map(_validate.plain, (l2_clip_norm, microbatch_size))
     keyed_loss = with_key(loss_fn)
     chosen = Trainable.of(trainable)
 
@@ -264,7 +265,7 @@ def clipped_grad(
         run = functools.partial(with_padding, params)
         return in_microbatches(run, (batch, keys), is_padding, microbatch_size)
 
-    return ClippedGrad(exact_sum, float(l2_clip_norm), takes_key(loss_fn))
+    return ClippedGrad(exact_sum, l2_clip_norm, takes_key(loss_fn))
 
 
 def checked_groups(groups: Sequence[int] | None, count: int) -> list[int]:

@@ -6,6 +6,7 @@ noise, `mean` divides by a public constant, and `event` says what that costs.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,6 +89,7 @@ class Mechanism:
     unit: str = "example"
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.instance_of(Sampling, "Use PoissonSampling, for one.", sampling=self.sampling)
         # `train` relies on the key living in the noise's state, and the event on its scale.
         _validate.instance_of((GaussianNoise, BandedNoise, SecureGaussianNoise), noise=self.noise)
@@ -107,7 +109,7 @@ class Mechanism:
         self._check_noise()
         chosen = accounting.resolve_accountant(self.event, self.adjacency, self.accountant)
         if self.orders is not None:
-            object.__setattr__(self, "orders", tuple(float(order) for order in self.orders))
+            object.__setattr__(self, "orders", accounting.checked_orders(self.orders))
             if chosen is Accountant.PLD:
                 raise ValueError("orders belong to the RDP accountant; pass accountant=RDP too.")
 
@@ -211,6 +213,7 @@ class Mechanism:
             BudgetError: if nothing is left of the budget, or it is of another kind.
         """
         _check_target(epsilon, delta, spend, fraction)
+        epsilon, delta, fraction = map(_validate.plain, (epsilon, delta, fraction))
         if spend is not None:
             options = {"adjacency": spend.adjacency, "unit": spend.unit} | options
         template = cls(
@@ -226,9 +229,7 @@ class Mechanism:
         assert delta is not None
         accounting.warn_of_large_delta(delta, sampling.num_examples)
         noise_multiplier = accounting.calibrate(
-            lambda sigma: sampling.event(
-                template.noise.accounted_multiplier(sigma, l2_clip_norm), num_steps
-            ),
+            lambda sigma: template.with_noise(sigma).event,
             epsilon_target=epsilon,
             delta=delta,
             adjacency=template.adjacency,
@@ -278,6 +279,7 @@ class Mechanism:
 
     def event_between(self, start: int, stop: int) -> DpEvent:
         """What charged steps number `start` to `stop` − 1 add to the cost of the first `start`."""
+        start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start <= stop:
             raise ValueError(f"steps must satisfy 0 <= start <= stop, got {start} and {stop}.")
         if stop > self.num_steps:

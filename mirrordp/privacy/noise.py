@@ -176,7 +176,7 @@ class BandedNoise:
         weight: PyTree | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Adds correlated noise, scaled up by the column norm of C so that z has `stddev`."""
-        scaled = stddev * math.hypot(*self.coefficients)
+        scaled = _validate.plain(stddev) * math.hypot(*self.coefficients)
         return _add_streams(self._stream, total, state, scaled, weight)
 
     def _stream(self, key: jax.Array, stddev: float) -> optax.GradientTransformation:
@@ -212,6 +212,7 @@ class SecureGaussianNoise:
     bits: int = 20
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive_integer(num_params=self.num_params, bits=self.bits)
         if self.bits > 24:
             raise ValueError(f"bits must be at most 24, got {self.bits}. The default is 20.")
@@ -239,6 +240,7 @@ class SecureGaussianNoise:
 
     def granularity(self, stddev: float) -> float:
         """g: the distance of lattice points, a power of two."""
+        stddev = _validate.plain(stddev)
         _validate.positive(
             "Secure noise needs some noise: noise_multiplier must be above zero.", stddev=stddev
         )
@@ -246,6 +248,7 @@ class SecureGaussianNoise:
 
     def accounted_multiplier(self, noise_multiplier: float, l2_clip_norm: float) -> float:
         """σC / (C + g·√p): the noise over the enlarged distance."""
+        noise_multiplier, l2_clip_norm = map(_validate.plain, (noise_multiplier, l2_clip_norm))
         stddev = noise_multiplier * l2_clip_norm
         rounding = self.granularity(stddev) * math.sqrt(self.num_params)
         return stddev / (l2_clip_norm + rounding)
@@ -265,6 +268,7 @@ class SecureGaussianNoise:
         weight: PyTree | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Adds fresh lattice noise."""
+        stddev = _validate.plain(stddev)
         granularity = self.granularity(stddev)
         like = _like(total)
         self._check_size(like)
@@ -397,8 +401,10 @@ def _add_streams(
     noise would take longer than compiling the rest of a step.
     """
 
+    half = _validate.plain(stddev) / 2
+
     def add_one(noise: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        return stream(state[0], stddev / 2).update(noise, state)
+        return stream(state[0], half).update(noise, state)
 
     like = _like(total)
     noise, state = lax.scan(add_one, _join(like), state)

@@ -156,6 +156,7 @@ class PoissonSampling:
     name: ClassVar[str] = "Poisson"
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.probability(sampling_prob=self.sampling_prob)
         _check_constants(self)
 
@@ -172,6 +173,7 @@ class PoissonSampling:
             num_examples: n, which is public.
             capacity: as in `PoissonSampling`.
         """
+        batch_size, num_examples = map(_validate.plain, (batch_size, num_examples))
         _check_batch_size(batch_size, num_examples)
         return cls(
             sampling_prob=batch_size / num_examples,
@@ -224,6 +226,7 @@ class CyclicPoissonSampling:
     name: ClassVar[str] = "cyclic Poisson"
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.probability(sampling_prob=self.sampling_prob)
         _validate.positive_integer(num_groups=self.num_groups)
         _check_constants(self)
@@ -234,6 +237,9 @@ class CyclicPoissonSampling:
     ) -> "CyclicPoissonSampling":
         """Returns cyclic Poisson sampling of `batch_size` records on average, whole or not."""
         _validate.positive_integer(num_groups=num_groups, num_examples=num_examples)
+        batch_size, num_examples, num_groups = map(
+            _validate.plain, (batch_size, num_examples, num_groups)
+        )
         group_size = num_examples // num_groups
         if group_size == 0:
             raise ValueError(
@@ -310,6 +316,7 @@ class FixedSizeSampling:
     name: ClassVar[str] = "fixed size"
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive_integer(accounting.WHOLE_BATCHES, batch_size=self.batch_size)
         _validate.positive_integer(num_examples=self.num_examples)
         _check_batch_size(self.batch_size, self.num_examples)
@@ -371,6 +378,7 @@ class FullBatch:
     name: ClassVar[str] = "full batch"
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _check_constants(self, math.ceil)
 
     @property

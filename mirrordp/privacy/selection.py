@@ -60,6 +60,7 @@ class NumberOfRuns:
     shape: float = 0.0
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive(mean=self.mean)
         if self.mean < 1:
             raise ValueError(

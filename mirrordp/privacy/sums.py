@@ -65,7 +65,7 @@ def check_clip_norm(l2_clip_norm: float) -> None:
     gradients that must be clipped would be rounded to zero.
     """
     _validate.positive(l2_clip_norm=l2_clip_norm)
-    if not 1e-30 <= l2_clip_norm <= 1e30:
+    if not 1e-30 <= float(l2_clip_norm) <= 1e30:
         raise ValueError(
             f"l2_clip_norm must be between 1e-30 and 1e30, got {l2_clip_norm:g}. Scale the loss, "
             "and with it the gradients."

@@ -220,9 +220,13 @@ class Budget:
         _validate.instance_of(Adjacency, "Use Adjacency.ZERO_OUT.", adjacency=adjacency)
         if unit not in UNITS:
             raise ValueError(f"unit must be one of {UNITS}, got {unit!r}.")
+        epsilon, delta = float(epsilon), float(delta)
         shares = choose_orders(epsilon, delta) if orders is None else dict(orders)
-        for order, share in shares.items():
-            _validate.positive(order_minus_one=order - 1, share_of_delta=share)
+        for share in shares.values():
+            _validate.positive(share_of_delta=share)
+        shares = dict(
+            zip(accounting.checked_orders(shares), map(float, shares.values()), strict=True)
+        )
         if not shares or sum(shares.values()) > delta * (1 + 1e-12):
             raise ValueError(
                 f"the shares of delta must add up to at most delta={delta:g}, got "
@@ -249,10 +253,10 @@ class Budget:
                 f"({error.strerror}). Choose another."
             ) from error
         header = {
-            "epsilon": float(epsilon),
-            "delta": float(delta),
+            "epsilon": epsilon,
+            "delta": delta,
             "unit": unit,
-            "orders": sorted([float(order), float(share)] for order, share in shares.items()),
+            "orders": sorted([order, share] for order, share in shares.items()),
         }
         ledger = FileLedger.create(
             folder / LEDGER_FILE,
@@ -574,6 +578,7 @@ class Budget:
             fraction: a share of what is left, at the order where the event fits best.
         """
         _validate.probability(fraction=fraction)
+        fraction = float(fraction)
         if math.isinf(self.least_noise):
             return False
         return self._fits(self._divergences(event), margin=_ROUNDING, fraction=fraction)

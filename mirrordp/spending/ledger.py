@@ -92,6 +92,7 @@ class Ledger:
         del block
         _check_counts(event)
         accounting.check_noise(event)
+        event = accounting.plain_event(event)
         if isinstance(event, dp_accounting.NoOpDpEvent):
             return
         if self._process != os.getpid():

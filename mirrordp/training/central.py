@@ -121,6 +121,7 @@ class TrainStep:
     branches: ClassVar[bool] = False
 
     def __post_init__(self):
+        _validate.make_plain(self)
         object.__setattr__(self, "trainable", Trainable.of(self.trainable))
         check_options(self, "Use optax.sgd(...), for example.")
         if self.chart is not None:

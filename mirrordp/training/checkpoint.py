@@ -101,6 +101,7 @@ class Checkpoint:
     wait: float = 0.0
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive_integer(every=self.every)
         _validate.non_negative(wait=self.wait)
         # A link may point elsewhere when the run ends, and its secrets would stay.

@@ -107,6 +107,7 @@ class TrainOptions:
     shards: int | None = None
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.instance_of(Overlap, "Use Overlap.DROP.", overlap=self.overlap)
         if self.steps_per_call is not None:
             _validate.positive_integer(steps_per_call=self.steps_per_call)
@@ -351,6 +352,7 @@ def _start(
         check_spend(mechanism, spend, checkpoint)
     total = mechanism.num_steps if num_steps is None else num_steps
     _validate.positive_integer(num_steps=total)
+    total = int(total)
     alphas = np.stack([schedules.evaluate(schedules.as_schedule(run.alpha), total) for run in runs])
     for row in alphas:
         check_charged_steps(row, mechanism)

@@ -219,6 +219,7 @@ class AdaptiveClip:
     budget_share: float = 0.01
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.open_unit_interval(quantile=self.quantile, budget_share=self.budget_share)
         _validate.positive(learning_rate=self.learning_rate)
 
@@ -393,6 +394,7 @@ class FederatedStep:
     branches: ClassVar[bool] = True
 
     def __post_init__(self):
+        _validate.make_plain(self)
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", server_sgd())
         object.__setattr__(self, "trainable", Trainable.of(self.trainable))

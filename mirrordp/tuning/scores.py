@@ -83,6 +83,7 @@ class PrivateScore:
     noise_multiplier: float = 10.0
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive(
             "Give the interval in which scores lie.", high_minus_low=self.high - self.low
         )

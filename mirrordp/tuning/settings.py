@@ -33,6 +33,7 @@ class Settings:
     alpha: float | AlphaSchedule = 1.0
 
     def __post_init__(self):
+        _validate.make_plain(self)
         _validate.positive(
             learning_rate=self.learning_rate,
             l2_clip_norm=self.l2_clip_norm,

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from mirrordp import _validate
 from mirrordp._warn import warn
 from mirrordp.privacy import clipping
 from mirrordp.privacy.clipping import ClippedGrad, Summed, checked_keys, in_microbatches
@@ -74,6 +75,7 @@ def clipped_grad(
         turns=turns,
         automatic=automatic,
     )
+    l2_clip_norm, microbatch_size = oracle.l2_clip_norm, _validate.plain(microbatch_size)
 
     def exact_sum(
         params: Params, batch: Batch, is_padding: jax.Array, *, keys: jax.Array | None = None
@@ -104,7 +106,7 @@ def clipped_grad(
         )
         return in_microbatches(run, split.rows, is_padding, split.microbatch_size)
 
-    return ClippedGrad(exact_sum, oracle.l2_clip_norm, oracle.takes_key)
+    return ClippedGrad(exact_sum, l2_clip_norm, oracle.takes_key)
 
 
 def _warn_if_large(formed: Mapping[str, tuple[int, str]], rows: int) -> None:
