@@ -8,8 +8,10 @@ import pytest
 from jax import lax
 from jax.extend import core
 
+import mirrordp
 from mirrordp import PrivateData
-from mirrordp.privacy._convolutions import as_products
+from mirrordp.privacy import ghost
+from mirrordp.privacy._convolutions import apart, as_products
 from mirrordp.privacy.clipping import takes_key
 from mirrordp.training.central import TrainStep
 from mirrordp.training.federated import local_update
@@ -38,6 +40,17 @@ CASES = {
     "volume": ((4, 5, 6, 2), (2, 3, 2, 2, 3), ("NDHWC", "DHWIO", "NDHWC"), {}),
     "grouped": ((7, 6, 4), (3, 3, 2, 6), NHWC, {"feature_group_count": 2}),
 }
+GROUPED = {
+    "grouped": CASES["grouped"],
+    "depthwise": ((7, 6, 4), (3, 2, 1, 4), NHWC, {"feature_group_count": 4}),
+    "strided, dilated": (
+        (4, 9, 8),
+        (6, 2, 3, 2),
+        ("NCHW", "OIHW", "NHWC"),
+        {"feature_group_count": 2, "window_strides": (2, 1), "rhs_dilation": (1, 2)},
+    ),
+    "sequence": ((11, 6), (4, 2, 9), ("NWC", "WIO", "NWC"), {"feature_group_count": 3}),
+}
 
 
 def convolutions(jaxpr) -> list:
@@ -51,8 +64,8 @@ def convolutions(jaxpr) -> list:
     return found
 
 
-def problem(name):
-    image, weights, layout, options = CASES[name]
+def problem(name, cases=CASES):
+    image, weights, layout, options = cases[name]
     rank = len(image) - 1
     options = {"window_strides": (1,) * rank, "padding": "SAME"} | options
     rng = np.random.default_rng(0)
@@ -83,6 +96,137 @@ def test_only_grouped_convolutions_remain(name):
     left = convolutions(jax.make_jaxpr(as_products(loss))(params, example).jaxpr)
     assert len(left) == (1 if name == "grouped" else 0)
     assert len(convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)) == 1
+
+
+def in_a_loop(loss):
+    return lambda params, example: jax.lax.fori_loop(
+        0, 3, lambda i, total: total + loss(params, example * i), jnp.zeros([], params.dtype)
+    )
+
+
+def in_a_scan(loss):
+    def over(params, example):
+        step = lambda total, scale: (total + loss(params, scale * example), None)  # noqa: E731
+        return jax.lax.scan(step, jnp.zeros([], params.dtype), jnp.arange(3.0))[0]
+
+    return over
+
+
+def in_a_branch(loss):
+    return lambda params, example: lax.cond(
+        example.sum() > 0, loss, lambda params, example: -loss(params, 2 * example), params, example
+    )
+
+
+def with_own_kernel(loss):
+    return lambda params, example: loss(params * jnp.tanh(example.sum()), example)
+
+
+def beside_a_while_loop(loss):
+    def both(params, example):
+        bound = jnp.max(jnp.abs(example))
+        halvings = lax.while_loop(lambda n: bound / 2**n > 1, lambda n: n + 1, 0)
+        return loss(params, example) + halvings * (params**2).sum()
+
+    return both
+
+
+PLACES = {
+    "as it is": lambda loss: loss,
+    "in a call": jax.jit,
+    "in a loop": in_a_loop,
+    "in a scan": in_a_scan,
+    "in a branch": in_a_branch,
+    "computed again": jax.checkpoint,
+    "with a kernel of its own": with_own_kernel,
+    "beside a while loop": beside_a_while_loop,
+}
+
+
+class TestApart:
+    """Records do not meet in the gradients of grouped convolutions."""
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_values_and_gradients_agree(self, name, place):
+        with jax.enable_x64(True):
+            loss, params, example = problem(name, GROUPED)
+            loss = PLACES[place](loss)
+            both = [jax.value_and_grad(each) for each in (apart(loss), loss)]
+            ours, want = jax.jit(lambda *given: [each(*given) for each in both])(params, example)
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11), ours, want)
+            traced = jax.make_jaxpr(jax.value_and_grad(apart(loss)))(params, example)
+            assert not convolutions(traced.jaxpr)
+            assert convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)
+
+    def test_groups_of_a_batch(self):
+        def loss(params, images):
+            made = lax.conv_general_dilated(
+                images, params, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=3
+            )
+            return (jnp.sin(made) ** 2).sum()
+
+        with jax.enable_x64(True):
+            rng = np.random.default_rng(0)
+            params, images = rng.normal(size=(3, 3, 2, 6)), rng.normal(size=(6, 5, 4, 2))
+            ours, want = (jax.grad(each, (0, 1))(params, images) for each in (apart(loss), loss))
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11), ours, want)
+            traced = jax.make_jaxpr(jax.grad(apart(loss)))(params, images)
+            assert not convolutions(traced.jaxpr)
+
+    def test_without_groups_nothing_changes(self):
+        loss, params, example = problem("plain")
+        ours, want = (
+            jax.make_jaxpr(jax.grad(each))(params, example) for each in (apart(loss), loss)
+        )
+        assert str(ours) == str(want)
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
+    @pytest.mark.parametrize("name", ["grouped", "strided, dilated"])
+    def test_a_record_cannot_erase_others(self, make, name, place):
+        """XLA's gradient of all records is one convolution, where 0 · inf is another one's NaN."""
+        loss, params, example = problem(name, GROUPED)
+        params, rng = params.astype(jnp.float32), np.random.default_rng(1)
+        rows = rng.normal(size=(6, *example.shape)).astype(np.float32)
+        total = jax.jit(make(PLACES[place](loss), l2_clip_norm=1.0))
+        sums = []
+        for value in (None, np.inf):
+            if value is not None:
+                rows[2] = value
+            sums.append(np.asarray(total(params, rows, np.zeros(6, bool)), np.float64))
+        assert np.linalg.norm(sums[0]) > 1e-3
+        assert np.linalg.norm(sums[0] - sums[1]) <= 1
+
+    def test_a_user_cannot_erase_others(self):
+        loss, params, example = problem("grouped", GROUPED)
+        rows = np.random.default_rng(1).normal(size=(6, 2, *example.shape)).astype(np.float32)
+
+        @jax.jit
+        def deltas(rows):
+            def update(rows, key):
+                return local_update(
+                    loss, params.astype(jnp.float32), rows, 2, key, learning_rate=0.1
+                )
+
+            return jax.vmap(update)(rows, jax.random.split(jax.random.key(0), 6))[0]
+
+        before, rows[2] = deltas(rows), np.inf
+        after = deltas(rows)
+        others = [0, 1, 3, 4, 5]
+        np.testing.assert_array_equal(before[np.array(others)], after[np.array(others)])
+
+    @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
+    def test_in_a_rule_of_a_custom_derivative_it_is_refused(self, make):
+        plain, params, example = problem("grouped", GROUPED)
+
+        @jax.custom_jvp
+        def loss(params, example):
+            return plain(params, example)
+
+        loss.defjvp(lambda given, tangents: jax.jvp(plain, given, tangents))
+        with pytest.raises(ValueError, match="groups of a batch"):
+            make(loss, l2_clip_norm=1.0)(params, example[None], jnp.zeros(1, bool))
 
 
 def test_a_window_larger_than_the_image_sees_nothing():

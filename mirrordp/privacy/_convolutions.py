@@ -6,16 +6,23 @@
   networks train 1.6 times as fast, but four of the larger CIFAR-10 networks 1.14 times as slowly.
 - On the CPU, XLA's convolutions are slow inside a loop, such as training: the gradient of the
   weights takes ten times as long or more.
+- The gradient of the weights of a *grouped* convolution is one with groups of a batch. Mapped over
+  records, compilers make one large convolution of it, in which records meet at zeros, and zero
+  times the infinity of one record is the NaN of another. `apart` avoids it: this is for privacy,
+  not for speed.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from mirrordp.privacy import _jaxprs
 from mirrordp.privacy._jaxprs import bind, called
 from mirrordp.types import LossFn
 
@@ -58,13 +65,70 @@ def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
     def same_loss(*arguments):
         program, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
         inputs = jax.tree.leaves(arguments)
-        outputs = _evaluate(program.jaxpr, program.consts, inputs, largest)
+        by = functools.partial(_bind_product, largest=largest)
+        outputs = _evaluate(program.jaxpr, program.consts, inputs, by)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return same_loss
 
 
-def _evaluate(jaxpr, consts, inputs, largest: int | None) -> list[jax.Array]:
+def apart(loss_fn: LossFn) -> LossFn:
+    """Returns `loss_fn` with its grouped convolutions computed as products of patches, everywhere.
+
+    They are found in loops, branches and calls, and not within rules of custom derivatives.
+    """
+
+    @functools.wraps(loss_fn)
+    def same_loss(*arguments):
+        program, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
+        if not any(map(is_grouped, _jaxprs.equations(program))):
+            return loss_fn(*arguments)
+        inputs = jax.tree.leaves(arguments)
+        outputs = _evaluate(program.jaxpr, program.consts, inputs, bind_apart)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return same_loss
+
+
+def is_grouped(eqn: Any) -> bool:
+    """Returns whether an equation is a convolution of groups, of features or of a batch."""
+    return eqn.primitive.name == "conv_general_dilated" and _num_groups(eqn.params) > 1
+
+
+def bind_apart(eqn: Any, operands: Any) -> list[jax.Array]:
+    """Returns the outputs of an equation, with `apart` applied to it and to what it calls."""
+    if is_grouped(eqn):
+        if eqn.outvars[0].aval.size == 0:
+            return [jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
+        return [_product_of_patches(*operands, **eqn.params)]
+    if any(map(is_grouped, _jaxprs.equations_in(eqn))):
+        params = {name: _apart_in(value) for name, value in eqn.params.items()}
+        eqn = eqn.replace(params=params)
+    return bind(eqn, operands)
+
+
+def _apart_in(value: Any) -> Any:
+    """Returns a parameter of an equation with `apart` applied to the jaxprs in it."""
+    if isinstance(value, core.Jaxpr):
+        traced = _apart_in(core.ClosedJaxpr(value, ()))
+        assert not traced.consts
+        return traced.jaxpr
+    if isinstance(value, tuple | list):
+        return type(value)(map(_apart_in, value))
+    if not isinstance(value, core.ClosedJaxpr):
+        return value
+    inputs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        for aval in value.in_avals
+    ]
+    run = functools.partial(_evaluate, value.jaxpr, value.consts, by=bind_apart)
+    return jax.make_jaxpr(lambda *given: run(given))(*inputs)
+
+
+def _evaluate(
+    jaxpr, consts, inputs, by: Callable[[Any, list[jax.Array]], list[jax.Array]]
+) -> list[jax.Array]:
+    """Evaluates a jaxpr with calls inlined, each other equation as `by` does."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(atom):
@@ -72,19 +136,27 @@ def _evaluate(jaxpr, consts, inputs, largest: int | None) -> list[jax.Array]:
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        if name in CALLS:
-            outputs = _evaluate(*called(eqn), operands, largest)
-        elif name == "conv_general_dilated" and _is_ordinary(eqn, largest):
-            outputs = [_product_of_patches(*operands, **eqn.params)]
+        if eqn.primitive.name in CALLS:
+            outputs = _evaluate(*called(eqn), operands, by)
         else:
-            outputs = bind(eqn, operands)
+            outputs = by(eqn, operands)
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _bind_product(eqn, operands, *, largest: int | None) -> list[jax.Array]:
+    if eqn.primitive.name == "conv_general_dilated" and _is_ordinary(eqn, largest):
+        return [_product_of_patches(*operands, **eqn.params)]
+    return bind(eqn, operands)
+
+
+def _num_groups(params) -> int:
+    # One of the two is one.
+    return params["feature_group_count"] * params["batch_group_count"]
+
+
 def _is_ordinary(eqn, largest: int | None) -> bool:
-    if not eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
+    if _num_groups(eqn.params) > 1:
         return False
     _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
     (result,), weights = eqn.outvars, eqn.invars[1]
@@ -97,9 +169,9 @@ def _is_ordinary(eqn, largest: int | None) -> bool:
 
 def _product_of_patches(
     images, weights, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-    precision, preferred_element_type, **_,
+    feature_group_count, batch_group_count, precision, preferred_element_type, **_,
 ):  # fmt: skip
-    """Computes a convolution of one group as [n, out..., window·C] @ [window·C, N]."""
+    """Computes a convolution as [n, out..., window·C] @ [window·C, N], for each group."""
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     images = images.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
     weights = weights.transpose(*rhs_spec[2:], rhs_spec[1], rhs_spec[0])
@@ -112,6 +184,10 @@ def _product_of_patches(
             padded.shape[1:-1], window, rhs_dilation, window_strides, strict=True
         )
     )
+    if batch_group_count > 1:
+        # Group after group of a batch's images: side by side they are channels.
+        padded = padded.reshape(batch_group_count, -1, *padded.shape[1:])
+        padded = jnp.moveaxis(padded, 0, -2).reshape(*padded.shape[1:-1], -1)
     patches = padded
     for axis in reversed(range(len(window))):
         stride, span = window_strides[axis], (out[axis] - 1) * window_strides[axis] + 1
@@ -119,13 +195,23 @@ def _product_of_patches(
         seen = [lax.slice_in_dim(patches, i, i + span, stride, axis=1 + axis) for i in starts]
         # The barrier keeps the axes apart: merged into one stack, many shifts are slow on a GPU.
         patches = lax.optimization_barrier(jnp.stack(seen, axis=1 + len(window)))
-    patches = patches.reshape(*patches.shape[: 1 + len(window)], -1)
-    product = jnp.matmul(
-        patches,
-        weights.reshape(math.prod(window) * channels[0], channels[1]),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
+    groups, taps = feature_group_count * batch_group_count, math.prod(window)
+    if groups == 1:
+        product = jnp.matmul(
+            patches.reshape(*patches.shape[: 1 + len(window)], taps * channels[0]),
+            weights.reshape(taps * channels[0], channels[1]),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+    else:
+        product = jnp.einsum(
+            "n...wgc,wcgo->n...go",
+            patches.reshape(*patches.shape[: 1 + len(window)], taps, groups, channels[0]),
+            weights.reshape(taps, channels[0], groups, channels[1] // groups),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+        product = product.reshape(*product.shape[:-2], channels[1])
     order = [out_spec.index(i) for i in range(len(out_spec))]
     # The product's axes are n, out..., N; `out_spec` gives the places of n, N, out... .
     ours = [0, len(out_spec) - 1, *range(1, len(out_spec) - 1)]

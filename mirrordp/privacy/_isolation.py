@@ -92,6 +92,11 @@ _ATTENTION = (
     "over the batch",
     'Use jax.nn.dot_product_attention(..., implementation="xla")',
 )
+_GROUPED = (
+    "a convolution with groups of a batch, which compilers compute for all records at once (within "
+    "a custom derivative, the gradient of a grouped convolution is one)",
+    "Leave it to JAX to derive the gradient, or use a convolution without groups",
+)
 _UNKNOWN = (
     "which is not known to keep the records of a batch apart",
     "Use operations of jax.numpy and jax.lax",
@@ -166,6 +171,8 @@ def _findings(program: core.ClosedJaxpr) -> Iterator[tuple[str, tuple[str, str]]
                 yield operation, _ATTENTION
         elif operation not in KEEP_APART:
             yield operation, _UNKNOWN
+        elif operation == "conv_general_dilated" and eqn.params["batch_group_count"] > 1:
+            yield operation, _GROUPED
         elif operation.startswith("random_") and _shares_bits(eqn):
             yield operation, _SHARED_BITS
     for effect in program.effects:

@@ -28,8 +28,13 @@ def equations(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[Any]:
     """Yields the equations of a program and of all jaxprs in it: loops, branches, calls."""
     for eqn in program.eqns:
         yield eqn
-        for inner in jaxprs_in(eqn.params):
-            yield from equations(inner)
+        yield from equations_in(eqn)
+
+
+def equations_in(eqn: Any) -> Iterator[Any]:
+    """Yields the equations of all jaxprs in an equation, which is not among them."""
+    for inner in jaxprs_in(eqn.params):
+        yield from equations(inner)
 
 
 def constants(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:

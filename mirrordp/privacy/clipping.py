@@ -29,6 +29,7 @@ from jax.extend import core
 
 from mirrordp import _validate
 from mirrordp.privacy import _isolation, sums
+from mirrordp.privacy._convolutions import apart
 from mirrordp.privacy._float64 import float64_call, wide_dtype
 from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.sums import ExactSum, float32_or_wider
@@ -142,6 +143,8 @@ def value_and_grad_program(
 ) -> core.ClosedJaxpr:
     """Traces the loss of one example, with its gradient and without.
 
+    Grouped convolutions are those that the clippers run; see `_convolutions.apart`.
+
     With the gradient, JAX applies custom derivative rules, and the functions that they replace are
     not part of the program. Ghost clipping differentiates with respect to other values, so it may
     run those functions; hence the loss without a gradient.
@@ -160,8 +163,10 @@ def value_and_grad_program(
 
     chosen = Trainable.of(trainable)
 
+    keyed_loss = apart(with_key(loss_fn))
+
     def loss_of_part(part: PyTree, rest: Params, example: PyTree, key: Any) -> jax.Array:
-        return with_key(loss_fn)(chosen.merge(part, rest), example, key)
+        return keyed_loss(chosen.merge(part, rest), example, key)
 
     def both(*args: Any) -> tuple[Any, jax.Array]:
         return jax.value_and_grad(loss_of_part)(*args), loss_of_part(*args)
@@ -228,7 +233,7 @@ def clipped_grad(
     if microbatch_size is not None:
         _validate.positive_integer(microbatch_size=microbatch_size)
     l2_clip_norm, microbatch_size = map(_validate.plain, (l2_clip_norm, microbatch_size))
-    keyed_loss = with_key(loss_fn)
+    keyed_loss = apart(with_key(loss_fn))
     chosen = Trainable.of(trainable)
 
     def with_padding(params: Params, rows: PyTree, is_padding: jax.Array) -> Summed:

@@ -39,7 +39,7 @@ from mirrordp.data import (
 )
 from mirrordp.data.sources import on_disk
 from mirrordp.privacy import _isolation, accounting
-from mirrordp.privacy._convolutions import where_faster
+from mirrordp.privacy._convolutions import apart, where_faster
 from mirrordp.privacy.clipping import (
     clip_factors,
     example_key,
@@ -116,7 +116,7 @@ def local_update(
         Δ, which points where a gradient points, and the mean loss of the first epoch's batches.
     """
     keyed, loss_fn = takes_key(loss_fn), where_faster(loss_fn, side_by_side=True)
-    keyed_loss = with_key(loss_fn)
+    keyed_loss = apart(with_key(loss_fn))
     examples = jax.tree.map(jnp.asarray, examples)
     num_rows = jax.tree.leaves(examples)[0].shape[0]
     num_examples = jnp.asarray(num_examples)

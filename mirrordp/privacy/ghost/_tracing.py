@@ -25,6 +25,7 @@ so do PARAM operands where a scan goes over parameters, as with stacked layers.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from mirrordp.privacy._convolutions import bind_apart
 from mirrordp.privacy._jaxprs import bind, called
 
 CHECKPOINTS = {"checkpoint", "remat", "remat2"}
@@ -309,7 +311,7 @@ class _Interpreter:
         varies = frozenset().union(*(value.varies for value in inputs))
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
-        outputs = bind(eqn, [value.value for value in inputs])
+        outputs = bind_apart(eqn, [value.value for value in inputs])
         view = None
         if kind is Kind.PARAM and len(inputs) == len(outputs) == 1:
             view = _view_after(eqn, inputs[0].view)
@@ -322,11 +324,14 @@ class _Interpreter:
         ]
 
     def site(self, eqn, inputs: list[Value]) -> list[Value]:
+        # JAX derives the gradients of PARAM operands only where these are probed.
+        results = self.mode is _Mode.FORWARD and self.probes[len(self.captured)].results
+        evaluate = bind if results else bind_apart
         return self._meet(
             name=eqn.primitive.name,
             params=eqn.params,
             inputs=inputs,
-            evaluate=lambda values: bind(eqn, values),
+            evaluate=functools.partial(evaluate, eqn),
             out_avals=[var.aval for var in eqn.outvars],
         )
 
