@@ -12,6 +12,7 @@ with those of networks that begin without outside weights.
 """
 
 import argparse
+import functools
 import io
 import pickle
 import time
@@ -91,9 +92,9 @@ def pairs(found):
     yield "_conv_head", "_bn1"
 
 
-@jax.jit
-def features(weights, images):
-    """Returns 1,280 numbers for each image of 32x32 pixels or any other size."""
+@functools.partial(jax.jit, static_argnames="size")
+def features(weights, images, size=SIZE):
+    """Returns 1,280 numbers for each image, which is resized to `size` pixels first."""
 
     def conv(name, x, stride=1):
         kernel, shift = weights[name]
@@ -104,18 +105,18 @@ def features(weights, images):
     def depthwise(name, x, stride):
         # A sum of shifted images, which is faster on a CPU than XLA's convolution.
         kernel, shift = weights[name]
-        size, side = kernel.shape[0], -(-x.shape[1] // stride)
-        extra = max((side - 1) * stride + size - x.shape[1], 0)
+        window, side = kernel.shape[0], -(-x.shape[1] // stride)
+        extra = max((side - 1) * stride + window - x.shape[1], 0)
         margin = (extra // 2, extra - extra // 2)
         padded = jnp.pad(x, ((0, 0), margin, margin, (0, 0)))
         end = (side - 1) * stride + 1
         return shift + sum(
             padded[:, i : i + end : stride, j : j + end : stride] * kernel[i, j, 0]
-            for i in range(size)
-            for j in range(size)
+            for i in range(window)
+            for j in range(window)
         )
 
-    shape = (len(images), SIZE, SIZE, 3)
+    shape = (len(images), size, size, 3)
     x = (jax.image.resize(images.astype(jnp.float32), shape, "bilinear") - 127) / 128
     x = jax.nn.relu6(conv("_conv_stem", x, 2))
     block = 0
@@ -132,12 +133,12 @@ def features(weights, images):
     return jax.nn.relu6(conv("_conv_head", x)).mean(axis=(1, 2))
 
 
-def all_features(images, at_a_time=100):
+def all_features(images, size=SIZE, at_a_time=100):
     weights, found = read_weights(), []
     for first in range(0, len(images), at_a_time):
         part = images[first : first + at_a_time]
         padded = np.pad(part, ((0, at_a_time - len(part)), (0, 0), (0, 0), (0, 0)))
-        found.append(np.asarray(features(weights, padded))[: len(part)])
+        found.append(np.asarray(features(weights, padded, size))[: len(part)])
     return np.concatenate(found)
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "figures": ("experiments.deep.figures", "their losses and accuracies against steps"),
     "record": ("experiments.record", "CIFAR-10 with 2,000 public images and a modern recipe"),
     "methods": ("experiments.methods", "every use of public data at one ε: EMNIST, CIFAR-10"),
+    "features": ("experiments.features", "a private linear model on features of a public network"),
     "linreg": ("experiments.linreg", "Figure 1: simulated linear regression"),
     "stackoverflow": ("experiments.stackoverflow", "user-level privacy: next words of users"),
     "tabular": ("experiments.tabular", "housing and Adult: linear models of real tables"),
