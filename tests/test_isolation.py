@@ -17,7 +17,7 @@ from mirrordp import Ledger, PrivateData, TrainStep
 from mirrordp.privacy import _isolation, clipping, ghost
 from mirrordp.training.federated import FederatedStep, UserBatch
 from mirrordp.training.sweep import SweepRun
-from tests import test_federated, tools
+from tests import one_record, test_federated, tools
 
 THETA = jnp.array([0.5, -0.5, 0.25])
 ROWS = tools.features()
@@ -360,6 +360,17 @@ def test_allowed(name):
         others = clipped(THETA, spoiled, jnp.array([True, False, False, False]))
         kept = clipped(THETA, rows, jnp.array([True, False, False, False]))
         np.testing.assert_array_equal(others, kept)
+
+
+@pytest.mark.parametrize("name", one_record.PROGRAMS)
+def test_nothing_in_a_record_changes_another_one(name):
+    assert not list(one_record.disturbances(name, sizes=[5], values=[np.inf, np.nan]))
+
+
+def test_a_disturbance_is_found(monkeypatch):
+    """The gradient of a grouped convolution, as JAX derives it, is one for the whole batch."""
+    monkeypatch.setattr(one_record, "apart", lambda loss: loss)
+    assert list(one_record.disturbances("convolution, grouped", sizes=[5], values=[np.inf]))
 
 
 # Operations of JAX that were examined and are in neither list.
