@@ -217,6 +217,27 @@ class TestApart:
         np.testing.assert_array_equal(before[np.array(others)], after[np.array(others)])
 
     @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
+    def test_in_a_linear_solve_it_is_refused(self, make):
+        _, params, example = problem("grouped", GROUPED)
+
+        def loss(params, example):
+            def smoothed(image):
+                made = lax.conv_general_dilated(
+                    image[None],
+                    params,
+                    (1, 1),
+                    "SAME",
+                    dimension_numbers=NHWC,
+                    feature_group_count=2,
+                )
+                return image + 0.01 * made[0, ..., :4]
+
+            return lax.custom_linear_solve(smoothed, example, lambda _, b: b, symmetric=True).sum()
+
+        with pytest.raises(ValueError, match="groups of a batch"):
+            make(loss, l2_clip_norm=1.0)(params, example[None], jnp.zeros(1, bool))
+
+    @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
     def test_in_a_rule_of_a_custom_derivative_it_is_refused(self, make):
         plain, params, example = problem("grouped", GROUPED)
 

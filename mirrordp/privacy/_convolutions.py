@@ -28,6 +28,10 @@ from mirrordp.types import LossFn
 
 SMALL = 2**15
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_WITH_BODIES = {
+    *CALLS, "scan", "while", "cond", "checkpoint", "remat", "remat2", "custom_jvp_call",
+    "custom_vjp_call",
+}  # fmt: skip
 
 
 def where_faster(loss_fn: LossFn, *, side_by_side: bool = False) -> LossFn:
@@ -75,7 +79,8 @@ def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
 def apart(loss_fn: LossFn) -> LossFn:
     """Returns `loss_fn` with its grouped convolutions computed as products of patches, everywhere.
 
-    They are found in loops, branches and calls, and not within rules of custom derivatives.
+    They are found in loops, branches and calls, and not within rules of custom derivatives, maps
+    over devices or linear solves. `_isolation.check` refuses what is left.
     """
 
     @functools.wraps(loss_fn)
@@ -101,7 +106,7 @@ def bind_apart(eqn: Any, operands: Any) -> list[jax.Array]:
         if eqn.outvars[0].aval.size == 0:
             return [jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
         return [_product_of_patches(*operands, **eqn.params)]
-    if any(map(is_grouped, _jaxprs.equations_in(eqn))):
+    if eqn.primitive.name in _WITH_BODIES and any(map(is_grouped, _jaxprs.equations_in(eqn))):
         params = {name: _apart_in(value) for name, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     return bind(eqn, operands)

@@ -119,6 +119,30 @@ def window_larger_than_the_image(p, x):
     return jnp.sum(out) + jnp.sum(jnp.tanh(x @ p["w"]))
 
 
+@program(normal(0, 5, 4))
+def weight_in_another_order(w, x):
+    return jnp.sum(jnp.tanh(x @ jnp.reshape(w, (4, 5), order="F")) ** 2)
+
+
+@program({"w": normal(0, 2, 3, 4), "k": normal(1, 4, 4)})
+def axes_reordered_by_a_reshape(p, x):
+    mixed = lax.reshape(p["w"], (4, 6), dimensions=(2, 0, 1))
+    return jnp.sum(jnp.tanh(x @ mixed) ** 2) + jnp.sum(
+        jnp.tanh(p["k"].T.reshape(2, 8) @ x.repeat(2))
+    )
+
+
+@program(normal(0, 3, 2, 3, 4), normal(1, 4, 4, 5, 2))
+def convolutions_with_weights_of_their_own(w, x):
+    def one(image, kernel):
+        numbers = ("NWC", "WIO", "NWC")
+        return lax.conv_general_dilated(
+            image[None], kernel, (1,), "SAME", dimension_numbers=numbers
+        )
+
+    return jnp.sum(jnp.tanh(jax.vmap(one, in_axes=(0, 3))(x, w)) ** 2)
+
+
 FLAGS = os.environ.get("XLA_FLAGS", "")
 
 

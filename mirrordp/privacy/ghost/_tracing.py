@@ -628,6 +628,8 @@ def _view_after(eqn, view: View | None) -> View | None:
             shape = tuple(out.aval.shape)
             if out.aval.size != eqn.invars[0].aval.size:
                 return None
+            if eqn.params.get("dimensions") is not None:
+                return None  # a reshape in another order of axes
             new = None
             step = ("reshape", shape)
             if name == "broadcast_in_dim" and axes is not None:
