@@ -223,15 +223,18 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def disturbances(name: str, *, sizes: Iterable[int], values: Iterable[float]) -> Iterator[str]:
+def disturbances(
+    name: str, *, sizes: Iterable[int], values: Iterable[float], dtype: Any = np.float32
+) -> Iterator[str]:
     """Yields how records of a batch change others': none may. Compiles once for each size."""
     params, shape, function = PROGRAMS[name]
+    params = jnp.asarray(params, dtype)
     # Squares, because compilers have shorter programs for cotangents that are all the same.
     loss = apart(lambda p, x: jnp.sum(function(p, x).astype(jnp.float32) ** 2))
     run = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))
     rng, values = np.random.default_rng(1), list(values)
     for size in sizes:
-        rows = np.abs(rng.normal(size=(size, *shape))).astype(np.float32)
+        rows = np.asarray(jnp.asarray(np.abs(rng.normal(size=(size, *shape))), dtype))
         before = run(params, rows)
         for place in sorted({0, size // 2, size - 1}):
             others = np.arange(size) != place
@@ -240,11 +243,11 @@ def disturbances(name: str, *, sizes: Iterable[int], values: Iterable[float]) ->
                 spoiled[0][place] = value
                 spoiled[1][place].flat[0] = value
                 for given in spoiled:
-                    pairs = zip(before, run(params, given), strict=True)
-                    if not all(
-                        np.array_equal(np.asarray(a)[others], np.asarray(b)[others], equal_nan=True)
-                        for a, b in pairs
-                    ):
+                    pairs = [
+                        [np.asarray(part, np.float64)[others] for part in pair]
+                        for pair in zip(before, run(params, given), strict=True)
+                    ]
+                    if not all(np.array_equal(a, b, equal_nan=True) for a, b in pairs):
                         yield f"{name}: {value} in record {place} of {size}"
 
 
@@ -253,10 +256,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 6, 17])
+    parser.add_argument("--dtype", default="float32", help="float32, float64, bfloat16, float16")
     arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", arguments.dtype == "float64")
     values, found = (np.inf, -np.inf, np.nan, 3e38, -1e30, 1e-45, 0.0), 0
     for name in arguments.names or PROGRAMS:
-        lines = list(disturbances(name, sizes=arguments.sizes, values=values))
+        try:
+            sizes, dtype = arguments.sizes, jnp.dtype(arguments.dtype)
+            lines = list(disturbances(name, sizes=sizes, values=values, dtype=dtype))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            print(f"{name}: not for {arguments.dtype} ({str(error).splitlines()[0]})", flush=True)
+            continue
         found += len(lines)
         print("\n".join(lines or [f"{name}: apart"]), flush=True)
     print(f"{jax.default_backend()}: {found} disturbances in {len(PROGRAMS)} programs")

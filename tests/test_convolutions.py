@@ -10,7 +10,7 @@ from jax.extend import core
 
 import mirrordp
 from mirrordp import PrivateData
-from mirrordp.privacy import ghost
+from mirrordp.privacy import _isolation, ghost
 from mirrordp.privacy._convolutions import apart, as_products
 from mirrordp.privacy.clipping import takes_key
 from mirrordp.training.central import TrainStep
@@ -107,7 +107,8 @@ def in_a_loop(loss):
 def in_a_scan(loss):
     def over(params, example):
         step = lambda total, scale: (total + loss(params, scale * example), None)  # noqa: E731
-        return jax.lax.scan(step, jnp.zeros([], params.dtype), jnp.arange(3.0))[0]
+        scales = jnp.arange(3, dtype=params.dtype)
+        return jax.lax.scan(step, jnp.zeros([], params.dtype), scales)[0]
 
     return over
 
@@ -183,20 +184,65 @@ class TestApart:
 
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
-    @pytest.mark.parametrize("name", ["grouped", "strided, dilated"])
-    def test_a_record_cannot_erase_others(self, make, name, place):
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            ("grouped", jnp.float32),
+            ("strided, dilated", jnp.float32),
+            ("sequence", jnp.float64),
+            ("plain", jnp.float64),
+            ("plain", jnp.bfloat16),
+        ],
+    )
+    def test_a_record_cannot_erase_others(self, make, name, dtype, place):
         """XLA's gradient of all records is one convolution, where 0 · inf is another one's NaN."""
-        loss, params, example = problem(name, GROUPED)
-        params, rng = params.astype(jnp.float32), np.random.default_rng(1)
-        rows = rng.normal(size=(6, *example.shape)).astype(np.float32)
-        total = jax.jit(make(PLACES[place](loss), l2_clip_norm=1.0))
-        sums = []
-        for value in (None, np.inf):
-            if value is not None:
-                rows[2] = value
-            sums.append(np.asarray(total(params, rows, np.zeros(6, bool)), np.float64))
+        with jax.enable_x64(True):
+            loss, params, example = problem(name, GROUPED | {"plain": CASES["plain"]})
+            rng = np.random.default_rng(1)
+            rows = jnp.asarray(rng.normal(size=(6, *example.shape)), dtype)
+            total = jax.jit(make(PLACES[place](loss), l2_clip_norm=1.0))
+            sums = [
+                np.asarray(total(params.astype(dtype), given, np.zeros(6, bool)), np.float64)
+                for given in (rows, rows.at[2].set(jnp.inf))
+            ]
         assert np.linalg.norm(sums[0]) > 1e-3
         assert np.linalg.norm(sums[0] - sums[1]) <= 1
+
+    def test_runs_side_by_side_do_not_meet(self):
+        """Wide images meet even in a forward pass, where the weights of runs differ."""
+        with jax.enable_x64(True):
+
+            @jax.checkpoint
+            def convolved(params, row):
+                return lax.conv_general_dilated(
+                    row[None], params, (1, 1), "SAME", dimension_numbers=NHWC
+                )
+
+            total = ghost.clipped_grad(
+                lambda params, row: jnp.sum(convolved(params, row**2) ** 2), l2_clip_norm=1.0
+            )
+            rng = np.random.default_rng(0)
+            params, rows = rng.normal(size=(2, 3, 3, 1, 4)), rng.normal(size=(2, 8, 6, 6, 1))
+            both = jax.jit(jax.vmap(lambda p, rows: total(p, rows, jnp.zeros(8, bool))))
+            before, rows[0, 0] = both(params, rows), 1e200
+            np.testing.assert_array_equal(both(params, rows)[1], before[1])
+            traced = jax.make_jaxpr(total)(params[0], rows[0], jnp.zeros(8, bool))
+            assert not convolutions(traced.jaxpr)
+
+    def test_kernels_of_a_users_own_rows(self):
+        """Mapped over the rows of a user, one convolution of float32 is one of groups."""
+        plain, params, example = problem("plain")
+
+        @jax.checkpoint
+        def loss(params, row):
+            return plain(params * jnp.tanh(row.mean()), row)
+
+        rows = jnp.stack([example] * 4).astype(jnp.float32)
+        params, key = params.astype(jnp.float32), jax.random.key(0)
+        program = jax.make_jaxpr(
+            lambda params: local_update(loss, params, rows, 4, key, learning_rate=0.1, batch_size=2)
+        )(params)
+        _isolation.check("a user", program)
 
     def test_a_user_cannot_erase_others(self):
         loss, params, example = problem("grouped", GROUPED)
@@ -216,6 +262,25 @@ class TestApart:
         others = [0, 1, 3, 4, 5]
         np.testing.assert_array_equal(before[np.array(others)], after[np.array(others)])
 
+    def test_ghost_clipping_keeps_convolutions_where_records_cannot_meet(self):
+        """The layer's own, and those of frozen layers: only their images differ."""
+        loss, params, example = problem("grouped", GROUPED)
+        params, rows = params.astype(jnp.bfloat16), jnp.stack([example] * 3).astype(jnp.bfloat16)
+
+        def after_a_frozen_layer(trained, row):
+            seen = lax.conv_general_dilated(
+                row[None], params, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2
+            )
+            return loss(trained, seen[0, ..., :4])
+
+        total = ghost.clipped_grad(after_a_frozen_layer, l2_clip_norm=1.0)
+        traced = jax.make_jaxpr(total)(params, rows, jnp.zeros(3, bool))
+        # Both forward, and the gradient of what is between them.
+        assert len(convolutions(traced.jaxpr)) >= 2
+        explicit = mirrordp.clipped_grad(after_a_frozen_layer, l2_clip_norm=1.0)
+        traced = jax.make_jaxpr(explicit)(params, rows, jnp.zeros(3, bool))
+        assert not convolutions(traced.jaxpr)
+
     @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
     def test_in_a_linear_solve_it_is_refused(self, make):
         _, params, example = problem("grouped", GROUPED)
@@ -234,7 +299,7 @@ class TestApart:
 
             return lax.custom_linear_solve(smoothed, example, lambda _, b: b, symmetric=True).sum()
 
-        with pytest.raises(ValueError, match="groups of a batch"):
+        with pytest.raises(ValueError, match="a convolution of groups"):
             make(loss, l2_clip_norm=1.0)(params, example[None], jnp.zeros(1, bool))
 
     @pytest.mark.parametrize("make", [mirrordp.clipped_grad, ghost.clipped_grad])
@@ -246,7 +311,7 @@ class TestApart:
             return plain(params, example)
 
         loss.defjvp(lambda given, tangents: jax.jvp(plain, given, tangents))
-        with pytest.raises(ValueError, match="groups of a batch"):
+        with pytest.raises(ValueError, match="a convolution of groups"):
             make(loss, l2_clip_norm=1.0)(params, example[None], jnp.zeros(1, bool))
 
 

@@ -738,8 +738,11 @@ class TestNeighbours:
             monkeypatch.setattr(federated.FederatedStep, "ordered", by_size)
             assert abs(total(0) - total(None)) > 5.0
 
-    @pytest.mark.parametrize("seed", [3, 4])
-    def test_adaptive_clipping(self, seed):
+    @pytest.mark.parametrize(
+        ("seed", "kind"),
+        [(3, jnp.float32), (4, jnp.float32), (3, jnp.bfloat16), (3, np.float16), (4, float)],
+    )
+    def test_adaptive_clipping(self, seed, kind):
         """Delta and count together are one contribution of norm at most C."""
         step = federated.FederatedStep(
             loss_fn=tools.squared_distance,
@@ -753,7 +756,7 @@ class TestNeighbours:
         for scale in (1e-8, 0.1, 1.0, 1e10, 3e38):
             for clip_norm in (1e-3, 0.7, 50.0):
                 delta = jnp.asarray(rng.uniform(-1, 1, 50) * scale, jnp.float32)
-                made, _ = step.contribution({"w": delta}, jnp.float32(clip_norm))
+                made, _ = step.contribution({"w": delta}, kind(clip_norm))
                 norms.append(
                     np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(made)))
                 )

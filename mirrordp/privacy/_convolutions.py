@@ -6,10 +6,10 @@
   networks train 1.6 times as fast, but four of the larger CIFAR-10 networks 1.14 times as slowly.
 - On the CPU, XLA's convolutions are slow inside a loop, such as training: the gradient of the
   weights takes ten times as long or more.
-- The gradient of the weights of a *grouped* convolution is one with groups of a batch. Mapped over
-  records, compilers make one large convolution of it, in which records meet at zeros, and zero
-  times the infinity of one record is the NaN of another. `apart` avoids it: this is for privacy,
-  not for speed.
+- Mapped over records, convolutions whose weights differ, such as those of a gradient, become
+  convolutions of groups. If they had groups before, or are wider than float32, compilers may make
+  one large convolution of all groups, in which records meet at zeros, and zero times the infinity
+  of one record is the NaN of another. `apart` avoids it: this is for privacy, not for speed.
 """
 
 import functools
@@ -28,6 +28,7 @@ from mirrordp.types import LossFn
 
 SMALL = 2**15
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_KEPT_APART = {jnp.dtype(kind) for kind in (jnp.float16, jnp.bfloat16, jnp.float32)}
 _WITH_BODIES = {
     *CALLS, "scan", "while", "cond", "checkpoint", "remat", "remat2", "custom_jvp_call",
     "custom_vjp_call",
@@ -77,7 +78,7 @@ def _as_products(loss_fn: LossFn, largest: int | None) -> LossFn:
 
 
 def apart(loss_fn: LossFn) -> LossFn:
-    """Returns `loss_fn` with its grouped convolutions computed as products of patches, everywhere.
+    """Returns `loss_fn` with those convolutions as products of patches in which records could meet.
 
     They are found in loops, branches and calls, and not within rules of custom derivatives, maps
     over devices or linear solves. `_isolation.check` refuses what is left.
@@ -86,7 +87,7 @@ def apart(loss_fn: LossFn) -> LossFn:
     @functools.wraps(loss_fn)
     def same_loss(*arguments):
         program, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
-        if not any(map(is_grouped, _jaxprs.equations(program))):
+        if not any(map(may_couple, _jaxprs.equations(program))):
             return loss_fn(*arguments)
         inputs = jax.tree.leaves(arguments)
         outputs = _evaluate(program.jaxpr, program.consts, inputs, bind_apart)
@@ -95,18 +96,29 @@ def apart(loss_fn: LossFn) -> LossFn:
     return same_loss
 
 
-def is_grouped(eqn: Any) -> bool:
-    """Returns whether an equation is a convolution of groups, of features or of a batch."""
-    return eqn.primitive.name == "conv_general_dilated" and _num_groups(eqn.params) > 1
+def may_couple(eqn: Any) -> bool:
+    """Returns whether an equation is a convolution in which mapped records could meet.
+
+    See the module's docstring. Of those that are not wide, none is where only images are mapped.
+    """
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    return is_convolution and (is_wide(eqn) or _num_groups(eqn.params) > 1)
+
+
+def is_wide(eqn: Any) -> bool:
+    """Returns whether an equation is a convolution of other types than compilers keep apart."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    return not {atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)} <= _KEPT_APART
 
 
 def bind_apart(eqn: Any, operands: Any) -> list[jax.Array]:
     """Returns the outputs of an equation, with `apart` applied to it and to what it calls."""
-    if is_grouped(eqn):
+    if may_couple(eqn):
         if eqn.outvars[0].aval.size == 0:
             return [jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
         return [_product_of_patches(*operands, **eqn.params)]
-    if eqn.primitive.name in _WITH_BODIES and any(map(is_grouped, _jaxprs.equations_in(eqn))):
+    if eqn.primitive.name in _WITH_BODIES and any(map(may_couple, _jaxprs.equations_in(eqn))):
         params = {name: _apart_in(value) for name, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     return bind(eqn, operands)

@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend import core
 
 from mirrordp.privacy import _jaxprs
+from mirrordp.privacy._convolutions import may_couple
 
 # These act on single entries or on the record's own axes: their batching rules only add an axis.
 _ARITHMETIC = """
@@ -92,10 +93,10 @@ _ATTENTION = (
     "over the batch",
     'Use jax.nn.dot_product_attention(..., implementation="xla")',
 )
-_GROUPED = (
-    "a convolution with groups of a batch, which compilers compute for all records at once (within "
-    "a custom derivative, the gradient of a grouped convolution is one)",
-    "Leave it to JAX to derive the gradient, or use a convolution without groups",
+_CONVOLUTION = (
+    "a convolution of groups, or of a wider type than float32, in a place (such as the rule of a "
+    "custom derivative) where compilers may compute it for all records at once",
+    "Leave it to JAX to derive the gradient, or use a convolution of float32 without groups",
 )
 _UNKNOWN = (
     "which is not known to keep the records of a batch apart",
@@ -171,8 +172,8 @@ def _findings(program: core.ClosedJaxpr) -> Iterator[tuple[str, tuple[str, str]]
                 yield operation, _ATTENTION
         elif operation not in KEEP_APART:
             yield operation, _UNKNOWN
-        elif operation == "conv_general_dilated" and eqn.params["batch_group_count"] > 1:
-            yield operation, _GROUPED
+        elif may_couple(eqn):
+            yield operation, _CONVOLUTION
         elif operation.startswith("random_") and _shares_bits(eqn):
             yield operation, _SHARED_BITS
     for effect in program.effects:

@@ -116,7 +116,7 @@ def local_update(
         Δ, which points where a gradient points, and the mean loss of the first epoch's batches.
     """
     keyed, loss_fn = takes_key(loss_fn), where_faster(loss_fn, side_by_side=True)
-    keyed_loss = apart(with_key(loss_fn))
+    keyed_loss = with_key(loss_fn)
     examples = jax.tree.map(jnp.asarray, examples)
     num_rows = jax.tree.leaves(examples)[0].shape[0]
     num_examples = jnp.asarray(num_examples)
@@ -124,6 +124,8 @@ def local_update(
     trainable = Trainable.of(trainable)
     start = trainable.part(params)
 
+    # Of all rows: a kernel that each row has of its own is one convolution of groups here.
+    @apart
     def mean_loss(local, batch, is_real, keys):
         losses = jax.vmap(keyed_loss, (None, 0, 0))(trainable.merge(local, params), batch, keys)
         return jnp.sum(jnp.where(is_real, losses, 0)) / jnp.maximum(jnp.sum(is_real), 1)
@@ -565,6 +567,9 @@ class FederatedStep:
 
         It depends on this user alone. A delta with a NaN or an infinity adds exactly zero.
         """
+        # A quotient of 16 bits may be too large by more than is reserved for rounding.
+        clip_norm = jnp.asarray(_validate.plain(clip_norm))
+        clip_norm = clip_norm.astype(jnp.promote_types(jnp.float32, clip_norm.dtype))
         clipped = clip_delta(delta, clip_norm)
         weight, count_weight = self._budget
 

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from mirrordp.privacy._convolutions import bind_apart
+from mirrordp.privacy._convolutions import bind_apart, is_wide
 from mirrordp.privacy._jaxprs import bind, called
 
 CHECKPOINTS = {"checkpoint", "remat", "remat2"}
@@ -311,7 +311,15 @@ class _Interpreter:
         varies = frozenset().union(*(value.varies for value in inputs))
         if self.mode is _Mode.OPERANDS and kind is Kind.BATCH:
             return [Value(Kind.BATCH, None) for _ in eqn.outvars]
-        outputs = bind_apart(eqn, [value.value for value in inputs])
+        # Records cannot meet where only the images of a convolution are theirs.
+        fixed_kernel = (
+            eqn.primitive.name == "conv_general_dilated"
+            and [value.kind for value in inputs] == [Kind.BATCH, Kind.CONST]
+            and eqn.params["batch_group_count"] == 1
+            and not is_wide(eqn)
+        )
+        evaluate = bind if kind is not Kind.BATCH or fixed_kernel else bind_apart
+        outputs = evaluate(eqn, [value.value for value in inputs])
         view = None
         if kind is Kind.PARAM and len(inputs) == len(outputs) == 1:
             view = _view_after(eqn, inputs[0].view)
@@ -324,9 +332,10 @@ class _Interpreter:
         ]
 
     def site(self, eqn, inputs: list[Value]) -> list[Value]:
-        # JAX derives the gradients of PARAM operands only where these are probed.
+        # JAX derives the gradients of PARAM operands only where these are probed. Wide ones couple
+        # even the images of runs side by side, whose weights differ.
         results = self.mode is _Mode.FORWARD and self.probes[len(self.captured)].results
-        evaluate = bind if results else bind_apart
+        evaluate = bind if results and not is_wide(eqn) else bind_apart
         return self._meet(
             name=eqn.primitive.name,
             params=eqn.params,
