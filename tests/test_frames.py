@@ -3,6 +3,7 @@
 import datetime
 import io
 import pickle
+import re
 import warnings
 from concurrent import futures
 
@@ -12,11 +13,20 @@ import pandas
 import polars
 import pytest
 from sklearn.base import BaseEstimator, clone
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor, make_column_transformer
 from sklearn.decomposition import PCA
-from sklearn.ensemble import BaggingRegressor, VotingRegressor
+from sklearn.ensemble import (
+    AdaBoostRegressor,
+    BaggingClassifier,
+    BaggingRegressor,
+    StackingClassifier,
+    VotingClassifier,
+    VotingRegressor,
+)
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline, make_union
 from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, Normalizer, StandardScaler
@@ -30,6 +40,8 @@ from mirrordp.linear import (
 )
 from mirrordp.linear.descent import private_descent
 from mirrordp.tables import PublicEncoder, TableError, learn_encoding, read_table
+from mirrordp.tables.columns import positions
+from mirrordp.tables.files import in_seconds, seconds_of
 from mirrordp.tables.frames import needs_encoding, table_of
 from tests import remembered
 
@@ -525,6 +537,41 @@ class TestPrivateSteps:
             with pytest.raises(ValueError, match="fitted its step 'pca'"):
                 make_pipeline(PCA(2), outer).fit(x, np.column_stack([y, y]))
 
+    @pytest.mark.parametrize("way", [None, "threading", "loky"])
+    @pytest.mark.parametrize(
+        "outer",
+        [
+            lambda model, **jobs: VotingClassifier([("model", model)], **jobs),
+            BaggingClassifier,
+            OneVsRestClassifier,
+            lambda model, **jobs: StackingClassifier([("model", model)], cv=2, **jobs),
+            lambda model, **jobs: CalibratedClassifierCV(model, cv=2, **jobs),
+        ],
+    )
+    def test_what_learns_beside_the_model(self, outer, way):
+        """One private row with another label numbered the labels of all anew, for example."""
+        model = PrivateLogisticRegression(row_norm_bound=1.0, classes=[0, 1, 2])
+        x, y = numbers(50)
+        jobs = {} if way is None else {"n_jobs": 2}
+        # What other processes are sent is refused when it is made ready to be sent.
+        with (
+            joblib.parallel_config(way or "sequential"),
+            pytest.raises((ValueError, pickle.PicklingError)) as error,
+        ):
+            outer(model, **jobs).fit(x, 1 + (y > np.median(y)))
+        refused = error.value if way != "loky" else error.value.__cause__ or error.value
+        assert re.search("which (numbers the labels|learns from the private)", str(refused))
+
+    def test_what_chooses_rows_by_errors(self):
+        with pytest.raises(ValueError, match="AdaBoostRegressor, which draws and weights rows"):
+            AdaBoostRegressor(PrivateLinearRegression(row_norm_bound=1.0)).fit(*numbers(50))
+
+    @pytest.mark.filterwarnings("ignore:.*have been fitted:UserWarning")
+    def test_averages_of_models_are_allowed(self):
+        model = PrivateLinearRegression(row_norm_bound=1.0)
+        VotingRegressor([("a", model), ("b", clone(model))]).fit(*numbers(50))
+        BaggingRegressor(model, n_estimators=2).fit(*numbers(50))
+
     @pytest.mark.parametrize("outer", [VotingRegressor, BaggingRegressor, MultiOutputRegressor])
     def test_models_fitted_by_other_threads(self, outer):
         model = PrivateLinearRegression(row_norm_bound=1.0)
@@ -575,3 +622,91 @@ class TestPrivateSteps:
             )
         signs = np.tile([[1.0, -1], [-1, 1], [1, 1], [-1, -1]], (50, 1))
         PrivateLinearRegression(5.0, random_state=0).fit(signs, y, signs[:60], y_public)
+
+
+def private_after_public(public, private):
+    """What an encoder that has seen public cells makes of private ones of a column."""
+    encoder = PublicEncoder().fit(pandas.DataFrame({"c": public, "x": range(len(public))}))
+    rows = pandas.DataFrame({"c": private, "x": range(len(private))})
+    return encoder.transform(rows)[:, :-1]
+
+
+NUMBERS = [1500, 2000, 2500] * 20
+DATES = [f"2024-0{1 + i % 3}-01 {i % 10}:30" for i in range(60)]
+LEFT_AS_TEXT = {
+    "thousands": (NUMBERS, ["1.500", "2.000", "k.A."]),
+    "dates": (pandas.to_datetime(pandas.Series(DATES), format="%Y-%m-%d %H:%M"), [*DATES[:3], "-"]),
+    "true": ([True, False] * 30, ["yes", "no", "maybe"]),
+    "true, with a gap": ([True, False, None] * 20, ["yes", "no", "maybe"]),
+    "categories": (pandas.Categorical(NUMBERS), ["1.500", "2.000", "k.A."]),
+    "mixed": (NUMBERS, [1500, "2.000", 2500]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_AS_TEXT)
+def test_text_in_place_of_values_is_refused(name):
+    """pandas leaves a column as text for one cell, and forgets what it was told of the others."""
+    public, private = LEFT_AS_TEXT[name]
+    with pytest.raises(TableError, match="as in the public table, got text") as error:
+        private_after_public(public, private)
+    assert UNPROTECTED in str(error.value)
+    x = pandas.DataFrame({"c": public, "k": ["a", "b"] * 30})
+    rows = pandas.DataFrame({"c": private, "k": ["a"] * len(private)})
+    with pytest.raises(TableError, match="got text"):
+        PrivateLinearRegression().fit(rows, np.arange(len(rows)), x, np.arange(60))
+
+
+@pytest.mark.parametrize(
+    ("public", "private"),
+    [
+        (NUMBERS, [1500, "unknown", 2500]),
+        ([True, False] * 30, [True, "maybe", False]),
+        ([True, False] * 30, ["True", "maybe", "False"]),
+        (["1500", "2000", "2500"] * 20, ["1500", "k.A.", "2500"]),
+        (pandas.Categorical(NUMBERS), ["1500", "k.A.", "2500"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_single_odd_cells_are_not_refused(public, private):
+    assert len(private_after_public(public, private)) == 3
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns", "ps"])
+def test_durations_do_not_depend_on_the_unit_of_their_column(unit):
+    """One cell with nanoseconds has a whole column counted in them."""
+    rng = np.random.default_rng(0)
+    counts = np.r_[rng.integers(-(10**12), 10**12, 2000), rng.integers(-(10**6), 10**6, 100)]
+    durations = counts.astype("m8[ms]") if unit != "ps" else (counts // 10**6).astype("m8[ms]")
+    expected = in_seconds(durations)
+    assert (in_seconds(durations.astype(f"m8[{unit}]")) == expected).all()
+    one_by_one = [seconds_of(cell) for cell in durations.tolist()]
+    assert (np.array(one_by_one) == expected).all()
+    np.testing.assert_allclose(expected, durations / np.timedelta64(1, "s"), rtol=1e-15)
+
+
+def test_gaps_in_durations_are_missing():
+    assert np.isnan(in_seconds(np.array(["NaT", 3], "m8[ns]"))).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("labels", "other"),
+    [
+        (["2024-05-31", "2024-06-30"], ["2024-05-31 00:00:00", "2024-06-30T00:00:00"]),
+        (["1 days", "2 days"], ["1 days 00:00:00", "2 days 00:00:00.000000"]),
+        (["-1 days +23:00:00", "0 days"], ["-1 days +23:00:00.000", "0 days 00:00:00"]),
+    ],
+)
+def test_categories_are_known_by_their_date_or_duration(labels, other):
+    """pandas writes 2024-05-31 and 1 days with a time if one cell of the column has one."""
+    assert positions(labels, labels) == positions(labels, other) == [0, 1]
+    assert positions([*labels, *other], [*labels, *other]) == [0, 1, 2, 3]
+    assert positions(labels, ["2024-05-31 00:00:01", "3 days", "1 day late"]) == [-1, -1, -1]
+
+
+def test_frames_that_are_none_of_use_say_so():
+    twice = pandas.DataFrame(np.zeros((5, 3)), columns=list("aab"))
+    lazy = polars.LazyFrame({"a": [1.0, 2.0]})
+    for rows, message in ((twice, "different column names"), (lazy, "lazy one; collect it")):
+        for model in (PublicEncoder(), PrivateLinearRegression(row_norm_bound=1.0)):
+            with pytest.raises(TableError, match=message):
+                model.fit(rows, np.zeros(5))

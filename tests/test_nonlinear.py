@@ -28,6 +28,7 @@ from mirrordp.privacy.accounting import Adjacency
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sampling import PoissonSampling
 from mirrordp.spending import FileLedger
+from mirrordp.spending.budget import BudgetError
 from mirrordp.tables import cells
 from mirrordp.tables.cells import Cut, TreesScorer
 from mirrordp.tables.network import NetworkScorer
@@ -506,6 +507,21 @@ class TestNetwork:
         (xp, yp), (x, y), _ = tables
         with pytest.raises(ValueError, match="samples its batches"):
             PrivateNetworkRegressor(1.0, DELTA, adjacency="replace").fit(x, y, xp, yp)
+
+
+@pytest.mark.parametrize(
+    "kind", [PrivateLinearRegression, PrivateTreesRegressor, PrivateNetworkRegressor]
+)
+def test_a_budget_of_rows_pays_for_a_model_of_any_kind(kind, tmp_path):
+    """A network sees scaled rows, which are not those that the budget was made for."""
+    (x, y), public = rows_of(200, 0), rows_of(100, 1)
+    data = mirrordp.PrivateData({"x": x, "y": y})
+    with mirrordp.Budget.create(tmp_path / "budget", epsilon=5.0, delta=1e-5, data=data) as budget:
+        kind(0.5, delta=1e-5).fit(x, y, *public, spend=budget)
+        assert budget.ledger.num_charges > 0
+        # Other runs are compared as before.
+        with pytest.raises(BudgetError, match="differs from it"):
+            budget.check_rows(mirrordp.PrivateData({"x": x + 1, "y": y}))
 
 
 class TestAuto:

@@ -29,7 +29,7 @@ from mirrordp.tables import (
 )
 from mirrordp.tables.columns import Tally, positions
 from mirrordp.tables.encoding import by_column
-from mirrordp.tables.fitting import TableModel
+from mirrordp.tables.fitting import TableModel, fit_files
 from mirrordp.tables.scorers import LinearScorer
 
 PUBLIC = """age,job,income,y
@@ -1031,3 +1031,35 @@ def test_the_last_microsecond_of_a_far_day_belongs_to_it():
     days = [datetime.date.fromisoformat(moment[:10]).weekday() for moment in moments]
     weekdays = [name.startswith("when: weekday=") for name in date.features]
     np.testing.assert_array_equal(out[:, weekdays].argmax(axis=1), days)
+
+
+@pytest.mark.parametrize("rows", [20, 5000])
+@pytest.mark.filterwarnings("ignore::mirrordp.data.UnprotectedWarning")
+def test_a_stray_quote_takes_no_other_rows(tmp_path, rows):
+    """One private cell '"24' made one row of all up to the next quote."""
+    lines = [f"{i}.5,{i % 7},{20 + i % 9}" for i in range(rows)]
+    lines[-3] += '"'
+    for first, fine in (("24", True), ('"24', False)):
+        path = tmp_path / "table.csv"
+        path.write_text("\n".join(["y,x,size", f"1.5,2,{first}", *lines, ""]))
+        if fine:
+            assert len(read_table(path)) == rows + 1
+        else:
+            with pytest.raises(TableError, match="look like rows of their own"):
+                read_table(path)
+    path.write_text('y,note,x\n1,"two\nlines",3\n2,"a, b\nc",4\n')
+    assert len(read_table(path)) == 2
+
+
+def test_text_in_a_private_parquet_file_where_public_cells_are_values(tmp_path):
+    """pandas writes text for a column that it could not read as numbers because of one cell."""
+    pay = np.arange(1000.0, 1060.0)
+    public = write_parquet(tmp_path / "public.parquet", pay=pay, y=pay + 1)
+    fine = write_parquet(tmp_path / "fine.parquet", pay=np.sqrt(pay) + pay, y=pay)
+    left = write_parquet(tmp_path / "left.parquet", pay=[f"1.{n:03d}" for n in range(60)], y=pay)
+    fit_files(fine, public, target="y", task="regression", epsilon=1.0)
+    with pytest.raises(TableError, match=r"expected numbers in column 'pay'.*got text") as error:
+        fit_files(left, public, target="y", task="regression", epsilon=1.0)
+    assert UNPROTECTED in str(error.value)
+    with pytest.raises(TableError, match="expected numbers in column 'pay'"):
+        fit_files(left, public, target="pay", task="regression", epsilon=1.0)

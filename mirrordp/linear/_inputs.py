@@ -28,7 +28,8 @@ from mirrordp.data import (
     refuse_private_rows,
 )
 from mirrordp.data.sources import row_blocks
-from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.columns import kinds_of_values
+from mirrordp.tables.encoding import LEFT_AS_TEXT, FeatureEncoding
 from mirrordp.tables.files import Table, listed
 from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
 from mirrordp.tables.learning import learn_features, likely_codes, maybe_codes
@@ -86,7 +87,8 @@ def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
     if not encoding.columns:
         raise ValueError("X_public must have a column that varies, got none. Add public rows.")
     public = encoding.encode_features(found.table)
-    private, unfamiliar = encode_and_count(encoding, X, "X", private=True)
+    kinds = kinds_of_values(found.table.columns)
+    private, unfamiliar = encode_and_count(encoding, X, "X", private=True, kinds=kinds)
     known = {*found.table.columns, *found.table.unreadable}
     unused = [name for name in names_of(X) if name not in known]
     if unused:
@@ -141,6 +143,11 @@ def validated(
 
 def _targets(estimator: Any, y: Any, remark: str) -> np.ndarray:
     """Returns a vector, or for estimators that take them a matrix of several outputs."""
+    if np.ma.isMaskedArray(y):
+        raise ValueError(
+            "y must have a target in every row, got a masked array, whose mask is lost. Leave out "
+            f"the rows without one.{remark}"
+        )
     y = _each_by_itself(y)
     if estimator._takes_several_outputs and not isinstance(y, list | tuple):
         matrix = np.asarray(y)
@@ -251,8 +258,15 @@ def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
 
     Datetimes are all counted in the finest unit among them, and a float32 has other digits as text.
     """
+    if np.ma.isMaskedArray(array):
+        raise ValueError(
+            f"{name} must say which cells are missing, got a masked array, whose mask is lost. "
+            f"Encode array.filled(numpy.nan) by mirrordp.tables.PublicEncoder.{remark}"
+        )
     if is_frame(array):
         what = foreign_type(array)
+    elif holds_text(np.asarray(array, object) if isinstance(array, list | tuple) else array):
+        what = "text"
     else:
         kind = getattr(getattr(array, "dtype", None), "kind", "")
         what = {"m": "dates or durations", "M": "dates or durations", "U": "text", "S": "text"}.get(
@@ -261,6 +275,41 @@ def _refuse_text_and_times(name: str, array: Any, remark: str) -> None:
     if what is None:
         return
     raise ValueError(f"{name} must hold numbers, got {what}. {_SAFE_WAY}.{remark}")
+
+
+def refuse_lost_labels(classes: np.ndarray, y: np.ndarray, index: np.ndarray) -> None:
+    """Raises a ValueError if private labels are text where classes are values, or the reverse.
+
+    A single one may be an odd label. Of several, one row may have decided how all are read.
+
+    Args:
+        classes: the classes.
+        y: the private labels.
+        index: their classes, from `class_indices`.
+    """
+    kinds = {isinstance(label, str) for label in classes.tolist()}
+    unknown = y[np.flatnonzero(index < 0)].tolist()
+    texts = {label for label in unknown if isinstance(label, str)}
+    values = {repr(label) for label in unknown if isinstance(label, bool | int | float)}
+    has_digit = any(character.isdigit() for label in texts for character in label)
+    if kinds == {False} and (has_digit or len(texts) > 1):
+        expected, got = "numbers, true or false", "text"
+    elif kinds == {True} and len(values) > 1:
+        expected, got = "text", "numbers, true or false"
+    else:
+        return
+    raise ValueError(
+        f"y must hold {expected}, as the classes do, got {got}. {LEFT_AS_TEXT}. {UNPROTECTED}"
+    )
+
+
+def holds_text(array: Any) -> bool:
+    """Returns whether an array of objects holds text.
+
+    A column may be text because of one cell, and its numbers were to be read differently.
+    """
+    is_object = isinstance(array, np.ndarray) and array.dtype == object
+    return is_object and any(isinstance(cell, str | bytes) for cell in array.flat)
 
 
 def _each_by_itself(y: Any) -> Any:
@@ -385,7 +434,8 @@ def as_numbers(name: str, y: np.ndarray, remark: str) -> np.ndarray:
     """Returns targets as finite float64 numbers, or refuses them."""
     try:
         # In an array of text the numbers may have lost digits because of one row.
-        numbers = None if y.dtype.kind in "US" else y.astype(np.float64, copy=False)
+        is_text = y.dtype.kind in "US" or holds_text(y)
+        numbers = None if is_text else y.astype(np.float64, copy=False)
     except (TypeError, ValueError, OverflowError):
         numbers = None
     if numbers is None:

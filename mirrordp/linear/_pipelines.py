@@ -1,4 +1,4 @@
-"""Noticing rows that were transformed by rules that come from private rows.
+"""Noticing what scikit-learn's meta-estimators do with private rows, besides fitting a model.
 
 A `Pipeline` fits its steps to the private rows and transforms X, but not X_public. Whatever a step
 has learned (means, scales, categories, components) is then released without noise, as part of the
@@ -9,6 +9,9 @@ learn. Where other threads or processes fit the model of a Pipeline, it is on th
 thread while the model is copied, sent away or fitted. Without a Pipeline, the rows themselves tell
 of a `StandardScaler`: columns whose mean is zero and whose deviation is one to six digits were
 standardised by their own moments.
+
+Other meta-estimators learn beside the model that they fit, from private rows and without noise, or
+give it labels that private rows have numbered, or rows of their choice; `_LEARNING` names them.
 """
 
 import itertools
@@ -32,19 +35,47 @@ _SAFE_WAY = (
     "Scaling needs no step: the estimators scale by public rows themselves. For data frames, "
     "mirrordp.tables.PublicEncoder is such a step"
 )
+_NUMBERS_LABELS = (
+    "numbers the labels by those that occur in the private rows, so that one row may change all"
+)
+_CHOOSES_ROWS = "draws and weights rows by how models err on private rows"
+_LEARNS = "learns from the private rows itself, without noise"
+_LEARNING = {
+    **dict.fromkeys(
+        ("VotingClassifier", "BaggingClassifier", "OneVsRestClassifier", "OneVsOneClassifier",
+         "OutputCodeClassifier", "ClassifierChain"),
+        _NUMBERS_LABELS,
+    ),
+    **dict.fromkeys(("AdaBoostClassifier", "AdaBoostRegressor", "RANSACRegressor"), _CHOOSES_ROWS),
+    **dict.fromkeys(
+        ("StackingClassifier", "StackingRegressor", "CalibratedClassifierCV",
+         "TunedThresholdClassifierCV", "SelfTrainingClassifier", "RFE", "RFECV", "SelectFromModel",
+         "SequentialFeatureSelector", "IterativeImputer"),
+        _LEARNS,
+    ),
+}  # fmt: skip
+"""What meta-estimators of scikit-learn do that no noise covers, by name."""
+
 _EXACT = 1e-6
 _FEWEST_ROWS = 10
 _MOST_PARTS = 1000  # a longer list holds something else
 
 
 def refuse_private_steps(estimator: BaseEstimator, name: str | None = None) -> None:
-    """Raises a ValueError if a Pipeline that is being fitted has steps that learn from its rows.
+    """Raises a ValueError if a meta-estimator that is being fitted learns from its rows.
+
+    A Pipeline does if its steps do.
 
     Args:
         estimator: the model that is fitted to what the Pipeline transformed, or may be.
         name: what the model shares with its copies, if it has any.
     """
     for caller in itertools.chain(_callers(estimator), _fitted_elsewhere(estimator, name)):
+        if (reason := _learning(caller)) is not None:
+            raise ValueError(
+                f"{type(estimator).__name__} must be given the private rows and targets as they "
+                f"are, got {type(caller).__name__}, which {reason}. Fit the model by itself."
+            )
         if isinstance(caller, TransformedTargetRegressor):
             steps = [("transformer", caller.transformer)]
         else:
@@ -65,7 +96,7 @@ def _callers(estimator: BaseEstimator) -> Iterator[Any]:
     inner: list[Any] = [estimator]
     for caller in _fitting(sys._getframe(1)):
         is_last = isinstance(caller, Pipeline) and any(caller.steps[-1][1] is one for one in inner)
-        if is_last or isinstance(caller, TransformedTargetRegressor):
+        if is_last or isinstance(caller, TransformedTargetRegressor) or _learning(caller):
             yield caller
         inner.append(caller)
 
@@ -78,10 +109,20 @@ def _fitted_elsewhere(estimator: BaseEstimator, name: str | None) -> Iterator[An
                 model = caller.steps[-1][1]
             elif isinstance(caller, TransformedTargetRegressor):
                 model = caller.regressor
+            elif _learning(caller):
+                model = list(vars(caller).values())
             else:
                 continue
             if any(_is_copy(part, estimator, name) for part in _with_parts(model)):
                 yield caller
+
+
+def _learning(caller: BaseEstimator) -> str | None:
+    """Returns what a meta-estimator does that no noise covers, if it does."""
+    for kind in type(caller).__mro__:
+        if kind.__module__.startswith("sklearn.") and kind.__name__ in _LEARNING:
+            return _LEARNING[kind.__name__]
+    return None
 
 
 def _fitting(frame: FrameType | None) -> Iterator[BaseEstimator]:

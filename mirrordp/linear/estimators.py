@@ -65,6 +65,8 @@ _SETTINGS = (
     *("num_steps", "l2_clip_norm", "learning_rate", "row_norm_bound", "target_range"),
     *("method", "fit_intercept", "class_weight"),
 )
+# Squares of moves and noise must be finite; a fit that fails later has been charged.
+_LARGEST_RATE = 1e100
 _TUNING_ON_BUDGET = (
     "charged, if it was made from results of runs on the same budget alone; a choice by scores on "
     "private records is not covered"
@@ -398,6 +400,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         for name, value in self._given().items():
             check = _validate.positive_integer if name == "num_steps" else _validate.positive
             check(**{name: value})
+            if name == "learning_rate" and value > _LARGEST_RATE:
+                raise ValueError(f"learning_rate must be at most {_LARGEST_RATE:g}, got {value:g}.")
         if self.row_norm_bound is not None:
             _validate.positive(row_norm_bound=self.row_norm_bound)
         if self.adjacency not in ("zero-out", "replace"):
@@ -900,6 +904,7 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
         index = computed_rows(lambda labels: _inputs.class_indices(self.classes_, labels), y)
         unknown = sum(int(np.count_nonzero(index[block] < 0)) for block in row_blocks(index))
         if unknown:
+            _inputs.refuse_lost_labels(self.classes_, y, index)
             warn(
                 f"{UNPROTECTED} {unknown} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",

@@ -8,6 +8,7 @@ All need public rows, which decide everything but the values that are learned un
 - auto: the one of linear, trees and network that a rehearsal on public rows prefers, which is free.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -309,17 +310,18 @@ class _Networks(_Nonlinear):
         return _PrivateLinearModel._count(self, one_step, delta, shape)
 
     def _run(self, plan, family, rows, mechanism, seed, spend, checkpoint, public) -> NetworkScorer:
-        if isinstance(spend, Budget):
-            spend.require_data()
-        return _network.train_privately(
-            plan.start,
-            rows,
-            mechanism,
-            learning_rate=plan.settings.learning_rate,
-            seed=seed,
-            spend=spend,
-            checkpoint=checkpoint,
-        )
+        # The network sees scaled features, of frames encoded ones.
+        made = spend.with_made_rows() if isinstance(spend, Budget) else contextlib.nullcontext()
+        with made:
+            return _network.train_privately(
+                plan.start,
+                rows,
+                mechanism,
+                learning_rate=plan.settings.learning_rate,
+                seed=seed,
+                spend=spend,
+                checkpoint=checkpoint,
+            )
 
     def _keep(self, problem, plan, found, x_public, mechanism) -> None:
         public = plan.start.network

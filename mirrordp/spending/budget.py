@@ -19,11 +19,12 @@ fixed beforehand.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -144,7 +145,7 @@ class Budget:
 
     def __init__(self, folder: Path, ledger: FileLedger):
         self._folder, self._ledger = folder, ledger
-        self._verified = self._may_change = False
+        self._verified = self._may_change = self._rows_are_made = False
         self._file: Path | None = None
         # Data that the caller acknowledges to have changed, and the parts of other processes: the
         # next charge binds the budget to them.
@@ -410,9 +411,23 @@ class Budget:
         Every run is compared: the one before may have had other rows, and a file may have changed
         since. That rows come from the file is the caller's word.
         """
+        if self._rows_are_made:
+            return self.require_data()
         data = rows if self._file is None else self._file
         self._compare(data, data_changed=False)
         self._note(data)
+
+    @contextlib.contextmanager
+    def with_made_rows(self) -> Iterator[None]:
+        """Within, the rows of a run are others that the caller made of the data, by public rules.
+
+        They are not compared with the data. That they come from it is the caller's word.
+        """
+        self._rows_are_made = True
+        try:
+            yield
+        finally:
+            self._rows_are_made = False
 
     @property
     def _bound(self) -> Mapping[str, Any]:

@@ -6,15 +6,16 @@ Whether a cell counts as missing depends on its own text (`MISSING`), never on o
 import collections
 import dataclasses
 import datetime
+import fractions
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from mirrordp.tables.files import Cells, NumberText, PackedText
+from mirrordp.tables.files import Cells, PackedText, ValueText
 
 MISSING = frozenset({"", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null"})
 """Cells that count as missing, once spaces around them are removed."""
@@ -48,7 +49,7 @@ def _spelled(decimal: str, thousands: str) -> re.Pattern[str]:
 
 def _with_point(cell: str, decimal: str, thousands: str) -> str:
     """Returns a number as Python writes it; any other text stays text, 1.5 with commas included."""
-    if isinstance(cell, NumberText) or cell.strip() in MISSING:
+    if isinstance(cell, ValueText) or cell.strip() in MISSING:
         return cell
     found = _spelled(decimal, thousands).fullmatch(cell.strip())
     if found is None:
@@ -159,7 +160,7 @@ def moment(cell: str, date_format: str) -> datetime.datetime | None:
     if number(cell) is not None:
         return None
     try:
-        if date_format == ISO or isinstance(cell, NumberText):
+        if date_format == ISO or isinstance(cell, ValueText):
             found = datetime.datetime.fromisoformat(cell.strip())
         else:
             found = datetime.datetime.strptime(cell.strip(), date_format)
@@ -449,23 +450,85 @@ def positions(labels: Sequence[str], texts: Iterable[str]) -> list[int]:
     """Returns the position of the label that each text stands for, −1 if it is none of them.
 
     A program may write a whole column in another way because of one of its cells: pandas reads 1.0
-    and 007 as numbers, and True as true, unless one cell of the column is something else. All other
-    rows would then have other categories. A text therefore stands for the label that it equals, or
-    else for the only label that is the same number; and True is true.
+    and 007 as numbers, and True as true, unless one cell of the column is something else, and
+    writes 2024-05-31 and 1 days with a time if one cell has one. All other rows would then have
+    other categories. A text therefore stands for the label that it equals, or else for the only
+    label that is the same number, date or duration; and True is true.
     """
     exact = {label: index for index, label in enumerate(labels)}
     truth = {label.lower(): index for label, index in reversed(exact.items())}
-    by_number: dict[str, int] = {}
-    for name, same in _by_number(labels).items():
-        if len(same) == 1:
-            by_number[name] = exact[same[0]]
+    meanings = collections.defaultdict(list)
+    for label, index in exact.items():
+        meanings[_meaning(label)].append(index)
+    only = {meant: found[0] for meant, found in meanings.items() if len(found) == 1}
 
     def find(text: str) -> int:
         if text.lower() in _TRUTH:
             return truth.get(text.lower(), -1)
-        return exact.get(text, by_number.get(label_of(text, True), -1))
+        return exact[text] if text in exact else only.get(_meaning(text), -1)
 
     return [find(text) for text in texts]
+
+
+_DURATION = re.compile(r"(-?\d+) days?(?: \+?(\d+):(\d\d):(\d\d(?:\.\d+)?))?")
+
+
+def _meaning(text: str) -> str | datetime.datetime | fractions.Fraction:
+    """Returns the number that a text reads as, as text; or its date, or its seconds; or itself."""
+    if number(text) is not None:
+        return label_of(text, True)
+    if (found := moment(text, ISO)) is not None:
+        return found
+    if (found := _DURATION.fullmatch(text)) is not None:
+        days, hours, minutes, seconds = map(
+            fractions.Fraction, (part or 0 for part in found.groups())
+        )
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return text
+
+
+def kinds_of_values(cells: Mapping[str, Cells]) -> dict[str, str]:
+    """Returns what columns hold, in words, whose filled cells are all values and not text."""
+
+    def kind(column: Cells) -> str | None:
+        if isinstance(column, np.ndarray):
+            return "dates or times" if column.dtype.kind == "M" else "numbers"
+        if isinstance(column, PackedText):
+            return None
+        filled = {cell for cell in column if cell}
+        if not filled or not all(isinstance(cell, ValueText) for cell in filled):
+            return None
+        return _TRUTH_VALUES if filled <= set(_TRUTH) else "numbers or dates"
+
+    found = {name: kind(column) for name, column in cells.items()}
+    return {name: words for name, words in found.items() if words is not None}
+
+
+def lost_values(kind: str | None, cells: Cells, labels: Sequence[str] = ()) -> bool:
+    """Returns whether private cells are text that a program may have left where values were.
+
+    A program that reads a file, such as `pandas.read_csv`, leaves a whole column as text if one of
+    its cells is not what the others are. What it was told of how to read the others (separators,
+    formats of dates, words for true) is lost then: one row would decide how all others are read.
+
+    Args:
+        kind: what the public column holds; see `kinds_of_values`.
+        cells: the private column.
+        labels: the categories or classes of the column, which count as read.
+    """
+    if kind is None or isinstance(cells, np.ndarray):
+        return False
+    distinct = cells.distinct()[0] if isinstance(cells, PackedText) else set(cells)
+    texts = {cell.strip() for cell in distinct if not isinstance(cell, ValueText)} - MISSING
+    found = positions(labels, unread := sorted(texts))
+    texts = [text for text, place in zip(unread, found, strict=True) if place < 0]
+    if kind == _TRUTH_VALUES:
+        # A single one is the cell that was something else.
+        return len(texts) > 1
+    return any(character.isdigit() for text in texts for character in text)
+
+
+_TRUTH_VALUES = "true and false"
 
 
 def differ_as_numbers(labels: Iterable[str]) -> bool:

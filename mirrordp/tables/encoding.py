@@ -23,8 +23,15 @@ from mirrordp.tables.columns import (
     NumberTarget,
     Tally,
     Target,
+    lost_values,
 )
 from mirrordp.tables.files import Table, TableError, listed, mark
+
+LEFT_AS_TEXT = (
+    "Programs such as pandas.read_csv leave a whole column as text if one of its cells is no "
+    "value, and others are then read differently. Read the column as text in both tables "
+    "(dtype=str), or as values in both"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,21 @@ class FeatureEncoding:
             if words:
                 found[column.name] = "; ".join(words)
         return found
+
+    def refuse_lost_values(self, kinds: Mapping[str, str], table: Table) -> None:
+        """Raises a TableError if private cells are text where public ones are values.
+
+        Args:
+            kinds: what the public columns hold; see `kinds_of_values`.
+            table: private rows.
+        """
+        for name, column in self._kinds().items():
+            labels = getattr(column, "categories", getattr(column, "classes", ()))
+            if name in table.columns and lost_values(kinds.get(name), table.columns[name], labels):
+                raise TableError(
+                    f"{mark(True)}expected {kinds[name]} in column {name!r} of {table.source!r}, "
+                    f"as in the public table, got text. {LEFT_AS_TEXT}."
+                )
 
     def _encode_features(self, table: Table, tallies: dict[str, Tally], out: np.ndarray) -> None:
         start = 0
@@ -176,7 +198,12 @@ class TableEncoding(FeatureEncoding):
         return (self.target, *self.further_targets)
 
     def encode(
-        self, batches: Iterable[Table], *, private: bool, memory: float = math.inf
+        self,
+        batches: Iterable[Table],
+        *,
+        private: bool,
+        memory: float = math.inf,
+        kinds: Mapping[str, str] | None = None,
     ) -> EncodedTable:
         """Encodes features and target.
 
@@ -185,9 +212,11 @@ class TableEncoding(FeatureEncoding):
             private: whether messages about its cells need the mark `UNPROTECTED`.
             memory: the largest number of bytes to hold in memory. If the arrays are larger, they
                 are memory maps of unnamed temporary files (see `mirrordp.data.sources`).
+            kinds: what the public columns hold, for private rows; see `kinds_of_values`.
 
         Raises:
-            TableError: if a column is missing, or if most of its filled cells have another type.
+            TableError: if a column is missing, if most of its filled cells have another type, or if
+                they are text where public ones are values.
         """
         tallies: dict[str, Tally] = collections.defaultdict(Tally)
         found, source = GatheredRows(memory), ""
@@ -195,6 +224,7 @@ class TableEncoding(FeatureEncoding):
         for table in batches:
             source = table.source
             require_columns(table, [*(column.name for column in self.columns), *names], private)
+            self.refuse_lost_values(kinds or {}, table)
             features = np.empty((len(table), len(self.features)))
             self._encode_features(table, tallies, features)
             found.append(features, *self._encode_targets(table, tallies))

@@ -63,7 +63,7 @@ Cells = Any
 TableError = ValueError
 
 
-class NumberText(str):
+class ValueText(str):
     """The text of a cell that was a number or a time before."""
 
 

@@ -33,8 +33,8 @@ Cells: TypeAlias = Sequence[str] | np.ndarray
 times as datetime64[us] (in UTC if they had a zone), with NaT for missing cells."""
 
 
-class NumberText(str):
-    """The text of a cell that was a number or a time before, written as Python writes it.
+class ValueText(str):
+    """The text of a cell that was a number, a time or a truth value before, as Python writes it.
 
     It is read as such whatever separators and formats other texts of the column have.
     """
@@ -145,6 +145,12 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
                         f"{seen + columns.number}; repair the file."
                     )
                 seen += len(columns[0])
+                if any(_holds_rows(column, delimiter, len(names)) for column in columns):
+                    raise TableError(
+                        f"{mark(private)}expected one row of {str(path)!r} in each of its lines, "
+                        "got a cell with lines that look like rows of their own; look for a quote "
+                        "without a second one, or leave out columns of text in several lines."
+                    )
                 yield Table(str(path), dict(zip(names, columns, strict=True)))
     except UnicodeDecodeError:
         raise TableError(
@@ -155,6 +161,22 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
         raise TableError(
             f"{mark(private)}expected a CSV table, got {str(path)!r} ({error}); repair it."
         ) from None
+
+
+def _holds_rows(cells: Cells, delimiter: str, width: int) -> bool:
+    """Returns whether a cell has further lines with as many delimiters as a row.
+
+    A stray quote in one row takes all rows up to the next quote into its cell.
+    """
+    if width == 1 or isinstance(cells, np.ndarray):
+        return False
+    of_lines = cells.of_lines() if isinstance(cells, PackedText) else cells
+    return any(
+        line.count(delimiter) == width - 1
+        for cell in of_lines
+        if "\n" in cell or "\r" in cell
+        for line in cell.splitlines()[1:]
+    )
 
 
 class _OddRow(NamedTuple):
@@ -297,7 +319,7 @@ def arrow_cells(column: Any) -> Cells | None:
     if types.is_null(kind):
         return ("",) * len(column)
     if types.is_boolean(kind):
-        words = {True: "true", False: "false", None: ""}
+        words = {True: ValueText("true"), False: ValueText("false"), None: ""}
         return tuple(words[value] for value in column.to_pylist())
     if types.is_decimal(kind):
         # Arrow's cast rounds to the digits of the column, which follow from its longest number.
@@ -311,7 +333,9 @@ def arrow_cells(column: Any) -> Cells | None:
         # As whole numbers: neither nanoseconds nor times beyond a day are times in Python.
         whole = column.cast(arrow.int32() if types.is_time32(kind) else arrow.int64())
         units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
-        return whole.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False) / units
+        counts = whole.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
+        seconds, rest = np.divmod(counts, units)
+        return seconds + rest / units
     if types.is_temporal(kind):
         # Arrow counts a time with a zone in UTC.
         return temporal_cells(column.to_numpy(zero_copy_only=False))
@@ -343,7 +367,7 @@ def _is_string_view(kind: Any) -> bool:
 def temporal_cells(values: np.ndarray) -> Cells:
     """Returns dates as datetime64[us], and durations and times of day as seconds."""
     if values.dtype.kind == "m":
-        return values / np.timedelta64(1, "s")
+        return in_seconds(values)
     if values.dtype.kind == "M":
         if np.datetime_data(values.dtype)[0] != "ns":
             # Other units reach years that microseconds cannot count.
@@ -357,8 +381,25 @@ def temporal_cells(values: np.ndarray) -> Cells:
     return np.fromiter(seconds, np.float64, len(values))
 
 
-def seconds_of(time: datetime.time) -> float:
-    """Returns the seconds since midnight."""
+def in_seconds(durations: np.ndarray) -> np.ndarray:
+    """Returns durations as seconds, which do not depend on the unit that they are counted in.
+
+    One cell may decide the unit of a whole column, and a quotient of large integers is rounded.
+    """
+    unit = np.datetime_data(durations.dtype)[0]
+    if unit in ("ps", "fs", "as"):
+        durations = durations.astype("m8[ns]")
+    if unit not in ("ms", "us", "ns", "ps", "fs", "as"):
+        return durations / np.timedelta64(1, "s")
+    whole = durations.astype("m8[s]")
+    second = np.timedelta64(1, "s")
+    return whole / second + (durations - whole) / second
+
+
+def seconds_of(time: datetime.time | datetime.timedelta) -> float:
+    """Returns the seconds since midnight, or of a duration, as `in_seconds` does."""
+    if isinstance(time, datetime.timedelta):
+        return 86400 * time.days + time.seconds + time.microseconds / 1e6
     whole = 3600 * time.hour + 60 * time.minute + time.second
     return whole + time.microsecond / 1e6
 

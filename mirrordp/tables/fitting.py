@@ -46,7 +46,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
-from mirrordp.tables.columns import Tally
+from mirrordp.tables.columns import Tally, kinds_of_values
 from mirrordp.tables.files import listed, mark, nearest
 from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.learning import target_names
@@ -477,7 +477,12 @@ def fit_files(
     rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
     with stage(f"reading {private}") as note:
         batches = _mention_unused(read_batches(private, private=True), table, ignore)
-        secret = encoding.encode(_counted(batches, note), private=True, memory=memory)
+        secret = encoding.encode(
+            _counted(batches, note),
+            private=True,
+            memory=memory,
+            kinds=kinds_of_values(table.columns),
+        )
     if ceiling and is_on_disk(secret.features):
         raise TableError(
             f"expected private rows that fit in memory for --ceiling, got {len(secret.features)} "

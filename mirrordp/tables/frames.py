@@ -17,9 +17,9 @@ import numpy as np
 
 from mirrordp.tables.files import (
     Cells,
-    NumberText,
     Table,
     TableError,
+    ValueText,
     arrow_cells,
     mark,
     seconds_of,
@@ -47,8 +47,15 @@ def _frame(rows: Any) -> Any:
         return None
     try:
         found = narwhals.from_native(rows, eager_only=True, pass_through=True)
-    except (TypeError, ValueError):  # Lazy frames, and those in which two columns have one name.
+    except narwhals.exceptions.DuplicateError:
+        raise TableError(
+            "expected different column names in a data frame, got two that are the same; rename "
+            "one."
+        ) from None
+    except (TypeError, ValueError):
         return None
+    if type(found).__name__ == "LazyFrame":
+        raise TableError("expected a data frame in memory, got a lazy one; collect it.")
     return found if isinstance(found, narwhals.DataFrame) else None
 
 
@@ -76,14 +83,17 @@ def needs_encoding(rows: Any) -> str | None:
 
 
 def foreign_type(rows: Any) -> str | None:
-    """Returns what columns of other types than numbers and objects hold, or None if none does.
+    """Returns what columns hold besides numbers, or None if they hold nothing else.
 
-    No cell is looked at: a column of objects may hold numbers alone.
+    A column of objects may hold numbers alone.
     """
     for series in _frame(rows).iter_columns():
         kind = series.dtype
         numeric = kind.is_numeric() or kind == narwhals.Boolean
-        if not numeric and kind not in (narwhals.Object, narwhals.Unknown):
+        if kind in (narwhals.Object, narwhals.Unknown):
+            if any(isinstance(cell, str) for cell in series.to_list()):
+                return "text"
+        elif not numeric:
             return "dates or durations" if kind.is_temporal() else "text"
     return None
 
@@ -171,7 +181,7 @@ def _text(cell: Any) -> str:
     if isinstance(cell, str):
         return cell
     if isinstance(cell, bool | np.bool_):
-        return "true" if cell else "false"
+        return ValueText("true" if cell else "false")
     # What pandas has of its own becomes what a whole column of it would be.
     for conversion in ("to_datetime64", "to_timedelta64"):
         if hasattr(cell, conversion):
@@ -179,12 +189,10 @@ def _text(cell: Any) -> str:
     if isinstance(cell, np.datetime64 | np.timedelta64):
         cell = _plain_time(cell)
     if isinstance(cell, datetime.datetime):
-        return NumberText(_in_utc(cell).isoformat())
+        return ValueText(_in_utc(cell).isoformat())
     if isinstance(cell, datetime.date):
-        return NumberText(cell.isoformat())
-    if isinstance(cell, datetime.timedelta):
-        cell = cell.total_seconds()
-    if isinstance(cell, datetime.time):
+        return ValueText(cell.isoformat())
+    if isinstance(cell, datetime.time | datetime.timedelta):
         cell = seconds_of(cell)
     if isinstance(cell, _NUMBER):
         return _number_text(cell)
@@ -224,4 +232,4 @@ def _number_text(cell: Any) -> str:
     if not math.isfinite(value):
         return ""
     # The name of a category or class is 1, not 1.0, as for columns that are all numbers.
-    return NumberText(int(value) if value.is_integer() and abs(value) < 1e15 else repr(value))
+    return ValueText(int(value) if value.is_integer() and abs(value) < 1e15 else repr(value))

@@ -47,6 +47,11 @@ class PackedText(Sequence[str]):
         """Returns the cells for which the mask `keep` is true."""
         return tuple(self._array.filter(_arrow().array(keep)).to_pylist())
 
+    def of_lines(self) -> list[str]:
+        """Returns the cells that have line ends."""
+        several = _compute().match_substring_regex(self._array, pattern="[\\r\\n]")
+        return self._array.filter(several).to_pylist()
+
     def distinct(self) -> tuple[list[str], np.ndarray]:
         """Returns the distinct cells in the order of their first rows, and the index of each."""
         found = self._array.dictionary_encode()

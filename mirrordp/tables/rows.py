@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mirrordp.tables.files import NumberText
+from mirrordp.tables.files import ValueText, in_seconds, seconds_of
 
 
 def columns_of(rows: Any) -> dict[str, Sequence[str] | np.ndarray]:
@@ -69,7 +69,7 @@ def _column_cells(name: str, values: Any) -> Sequence[str] | np.ndarray:
     if array.dtype.kind == "M":
         return array.astype("M8[us]")
     if array.dtype.kind == "m":
-        return array / np.timedelta64(1, "s")
+        return in_seconds(array)
     cells = [_seconds(cell) for cell in array.tolist()]
     if all(_is_number(cell) or _is_missing(cell) for cell in cells):
         return np.array([_as_float(cell) for cell in cells], np.float64)
@@ -78,14 +78,7 @@ def _column_cells(name: str, values: Any) -> Sequence[str] | np.ndarray:
 
 def _seconds(cell: Any) -> Any:
     """Returns a duration or a time of day in seconds, as files and frames have it."""
-    if isinstance(cell, datetime.time):
-        cell = datetime.timedelta(
-            hours=cell.hour,
-            minutes=cell.minute,
-            seconds=cell.second,
-            microseconds=cell.microsecond,
-        )
-    return cell.total_seconds() if isinstance(cell, datetime.timedelta) else cell
+    return seconds_of(cell) if isinstance(cell, datetime.time | datetime.timedelta) else cell
 
 
 def _is_missing(cell: Any) -> bool:
@@ -118,9 +111,9 @@ def _cell_text(name: str, cell: Any) -> str:
     if _is_number(cell):
         value = _as_float(cell)
         short = format(value, ".15g")
-        return NumberText(short if float(short) == value else repr(value))
+        return ValueText(short if float(short) == value else repr(value))
     if isinstance(cell, datetime.date):
-        return NumberText(cell.isoformat())
+        return ValueText(cell.isoformat())
     raise ValueError(
         f"expected numbers, text, true or false, dates or missing cells in column {name!r}, got "
         f"{type(cell).__name__}; convert it or leave the column out."

@@ -1,7 +1,7 @@
 """`PublicEncoder`, the encoding of tables as a scikit-learn transformer."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,20 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from mirrordp._warn import warn
 from mirrordp.data import UNPROTECTED, UnprotectedWarning
-from mirrordp.tables.columns import Tally
+from mirrordp.tables.columns import Tally, kinds_of_values
 from mirrordp.tables.encoding import FeatureEncoding, by_column
 from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.learning import learn_features
 
 
-def encode_frame(encoding: FeatureEncoding, rows: Any, source: str, *, private: bool) -> np.ndarray:
+def encode_frame(
+    encoding: FeatureEncoding,
+    rows: Any,
+    source: str,
+    *,
+    private: bool,
+    kinds: Mapping[str, str] | None = None,
+) -> np.ndarray:
     """Encodes a frame and tells the operator of the cells that public rows do not cover.
 
     Args:
@@ -25,18 +32,25 @@ def encode_frame(encoding: FeatureEncoding, rows: Any, source: str, *, private: 
         rows: the frame or array.
         source: its name, for messages.
         private: whether messages about its cells need the mark `UNPROTECTED`.
+        kinds: what the public columns hold; see `kinds_of_values`.
     """
-    features, unfamiliar = encode_and_count(encoding, rows, source, private=private)
+    features, unfamiliar = encode_and_count(encoding, rows, source, private=private, kinds=kinds)
     mention(unfamiliar, private=private)
     return features
 
 
 def encode_and_count(
-    encoding: FeatureEncoding, rows: Any, source: str, *, private: bool
+    encoding: FeatureEncoding,
+    rows: Any,
+    source: str,
+    *,
+    private: bool,
+    kinds: Mapping[str, str] | None = None,
 ) -> tuple[np.ndarray, dict[str, str]]:
     """Returns features, and by column how many cells public rows do not cover, in words."""
     tallies: dict[str, Tally] = collections.defaultdict(Tally)
     table = table_of(rows, source, private=private).table
+    encoding.refuse_lost_values(kinds or {}, table)
     features = encoding.encode_features(table, tallies, private=private)
     encoding.judge(tallies, source, private=private)
     return features, encoding.unfamiliar(tallies)
@@ -116,6 +130,7 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
             thousands=self.thousands,
         )
         self.encoding_, self.left_out_ = learned.encoding, dict(learned.left_out)
+        self._kinds = kinds_of_values(found.table.columns)
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -126,7 +141,8 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
                 Warnings about its cells are for the operator only.
         """
         check_is_fitted(self)
-        return encode_frame(self.encoding_, self._checked(X, reset=False), "X", private=True)
+        rows = self._checked(X, reset=False)
+        return encode_frame(self.encoding_, rows, "X", private=True, kinds=self._kinds)
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """Returns the names of the features, such as "colour=red".
