@@ -1058,6 +1058,10 @@ def test_text_in_a_private_parquet_file_where_public_cells_are_values(tmp_path):
     fine = write_parquet(tmp_path / "fine.parquet", pay=np.sqrt(pay) + pay, y=pay)
     left = write_parquet(tmp_path / "left.parquet", pay=[f"1.{n:03d}" for n in range(60)], y=pay)
     fit_files(fine, public, target="y", task="regression", epsilon=1.0)
+    # A CSV file has nothing but text, and each cell is read by itself.
+    texts = tmp_path / "fine.csv"
+    texts.write_text("pay,y\n" + "".join(f"{n**0.5 + n},{n}\n" for n in pay))
+    fit_files(texts, public, target="y", task="regression", epsilon=1.0)
     with pytest.raises(TableError, match=r"expected numbers in column 'pay'.*got text") as error:
         fit_files(left, public, target="y", task="regression", epsilon=1.0)
     assert UNPROTECTED in str(error.value)

@@ -114,6 +114,8 @@ class FeatureEncoding:
             kinds: what the public columns hold; see `kinds_of_values`.
             table: private rows.
         """
+        if table.is_text:
+            return
         for name, column in self._kinds().items():
             labels = getattr(column, "categories", getattr(column, "classes", ()))
             if name in table.columns and lost_values(kinds.get(name), table.columns[name], labels):

@@ -52,11 +52,13 @@ class Table:
         source: the name of the file or frame, for messages.
         columns: the cells of each column.
         unreadable: the columns that cannot be used, such as lists, and what they hold.
+        is_text: whether all cells are text because the file has nothing else, as CSV files.
     """
 
     source: str
     columns: Mapping[str, Cells]
     unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_text: bool = False
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -151,7 +153,7 @@ def _csv_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
                         "got a cell with lines that look like rows of their own; look for a quote "
                         "without a second one, or leave out columns of text in several lines."
                     )
-                yield Table(str(path), dict(zip(names, columns, strict=True)))
+                yield Table(str(path), dict(zip(names, columns, strict=True)), is_text=True)
     except UnicodeDecodeError:
         raise TableError(
             f"{mark(private)}expected Parquet or UTF-8 text, got other bytes in {str(path)!r}; "

@@ -142,7 +142,8 @@ class PublicEncoder(TransformerMixin, BaseEstimator):
         """
         check_is_fitted(self)
         rows = self._checked(X, reset=False)
-        return encode_frame(self.encoding_, rows, "X", private=True, kinds=self._kinds)
+        kinds = getattr(self, "_kinds", None)  # not in pickles of earlier versions
+        return encode_frame(self.encoding_, rows, "X", private=True, kinds=kinds)
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """Returns the names of the features, such as "colour=red".
