@@ -224,6 +224,15 @@ class TestWeights:
                 *draw(50), sample_weight_public=np.ones(50)
             )
 
+    @pytest.mark.parametrize("text", ["1.500", "two"])
+    def test_text_among_weights_is_refused(self, text):
+        """A program may have left all of them as text for one: 1.500 was to be read as 1500."""
+        weights = [1.0] * 49 + [text]
+        for given in (weights, np.array(weights, object), np.array(weights, str)):
+            with pytest.raises(ValueError, match="sample_weight must hold numbers") as error:
+                PrivateLinearRegression(row_norm_bound=1.0).fit(*draw(50), sample_weight=given)
+            assert UNPROTECTED in str(error.value)
+
 
 class TestClassWeights:
     def test_balanced_by_public_rows_alone(self):

@@ -188,9 +188,13 @@ class Weights(NamedTuple):
 
 def _as_weights(name: str, weights: Any, X: Any, remark: str) -> np.ndarray:
     try:
-        found = np.asarray(weights, np.float64)
+        given = np.asarray(weights)
+        is_text = given.dtype.kind in "US" or holds_text(given)
+        found = None if is_text else given.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must hold numbers, got something else.{remark}") from None
+        found = None
+    if found is None:
+        raise ValueError(f"{name} must hold numbers, got something else.{remark}")
     rows = X.shape[0]
     if found.shape != (rows,):
         raise ValueError(f"{name} must have shape ({rows},), got {found.shape}.")
