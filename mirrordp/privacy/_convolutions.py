@@ -126,20 +126,23 @@ def bind_apart(eqn: Any, operands: Any) -> list[jax.Array]:
 
 def _apart_in(value: Any) -> Any:
     """Returns a parameter of an equation with `apart` applied to the jaxprs in it."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_apart_in, value))
+    if isinstance(value, core.ClosedJaxpr):
+        run = functools.partial(_evaluate, value.jaxpr, value.consts, by=bind_apart)
+        inputs = [
+            jax.ShapeDtypeStruct(
+                aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+            )
+            for aval in value.in_avals
+        ]
+        return jax.make_jaxpr(lambda *given: run(given))(*inputs)
     if isinstance(value, core.Jaxpr):
+        # Since JAX 0.12 these are the same as closed ones.
         traced = _apart_in(core.ClosedJaxpr(value, ()))
         assert not traced.consts
         return traced.jaxpr
-    if isinstance(value, tuple | list):
-        return type(value)(map(_apart_in, value))
-    if not isinstance(value, core.ClosedJaxpr):
-        return value
-    inputs = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-        for aval in value.in_avals
-    ]
-    run = functools.partial(_evaluate, value.jaxpr, value.consts, by=bind_apart)
-    return jax.make_jaxpr(lambda *given: run(given))(*inputs)
+    return value
 
 
 def _evaluate(
