@@ -10,7 +10,7 @@ import pytest
 
 # Tests compile much and compute little: without optimisations they take a third of the time.
 _FLAGS = ["--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count=8"]
-if importlib.metadata.version("jaxlib") < "0.12":  # later versions refuse a flag that they lack
+if importlib.metadata.version("jaxlib") < "0.11":  # later versions refuse a flag that they lack
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 # Tracing makes many objects and few cycles, so collecting them often is wasted time.

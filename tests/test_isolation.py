@@ -379,7 +379,7 @@ LEFT_OUT = {
     "custom_lin",  # before it is transposed, a function and no program
     "call_hi_primitive", "call_hi_primitive_linearized", "check", "from_edtype", "to_edtype",
     "global_array_to_host_local_array", "host_local_array_to_global_array",
-    "precv", "psend", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
+    "precv", "program_order", "psend", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
     "pbroadcast_dynamic", "reduced_vary_cast", "vary_unreduced_cast",  # between devices
     "with_memory_space_constraint",
 }  # fmt: skip
