@@ -26,6 +26,7 @@ from sklearn.ensemble import (
 )
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import cross_val_predict
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline, make_union
@@ -570,12 +571,28 @@ class TestPrivateSteps:
     def test_averages_of_models_are_allowed(self):
         model = PrivateLinearRegression(row_norm_bound=1.0)
         VotingRegressor([("a", model), ("b", clone(model))]).fit(*numbers(50))
-        BaggingRegressor(model, n_estimators=2).fit(*numbers(50))
+        BaggingRegressor(model, n_estimators=2, bootstrap=False).fit(*numbers(50))
+        with pytest.raises(ValueError, match="BaggingRegressor, which draws rows with replacement"):
+            BaggingRegressor(model).fit(*numbers(50))
+
+    @pytest.mark.parametrize("jobs", [None, 2])
+    def test_labels_numbered_for_probabilities(self, jobs):
+        model = PrivateLogisticRegression(row_norm_bound=1.0, classes=[1, 2])
+        x, y = numbers(60)
+        labels = 1 + (y > np.median(y))
+        with pytest.raises((ValueError, pickle.PicklingError)) as error:
+            cross_val_predict(model, x, labels, method="predict_proba", n_jobs=jobs, cv=2)
+        assert "cross_val_predict" in str(error.value.__cause__ or error.value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert len(cross_val_predict(model, x, labels, cv=2)) == 60
 
     @pytest.mark.parametrize("outer", [VotingRegressor, BaggingRegressor, MultiOutputRegressor])
     def test_models_fitted_by_other_threads(self, outer):
         model = PrivateLinearRegression(row_norm_bound=1.0)
-        several = outer([("model", model)] if outer is VotingRegressor else model, n_jobs=2)
+        options = {"bootstrap": False} if outer is BaggingRegressor else {}
+        given = [("model", model)] if outer is VotingRegressor else model
+        several = outer(given, n_jobs=2, **options)
         x, y = numbers(50)
         targets = np.column_stack([y, y]) if outer is MultiOutputRegressor else y
         with (
@@ -640,6 +657,15 @@ LEFT_AS_TEXT = {
     "true, with a gap": ([True, False, None] * 20, ["yes", "no", "maybe"]),
     "categories": (pandas.Categorical(NUMBERS), ["1.500", "2.000", "k.A."]),
     "mixed": (NUMBERS, [1500, "2.000", 2500]),
+    "true alone": ([True, False] * 30, ["yes", "yes", "?"]),
+}
+LEFT_AS_VALUES = {
+    "true": (["yes", "no", "maybe"] * 20, [True, False, True]),
+    "numbers": (["1,500", "2,500", "abc"] * 20, [1500, 2500, 1500]),
+    "dates": (
+        ["31.05.2024", "30.06.2024", "-"] * 20,
+        pandas.to_datetime(DATES[:3], format="mixed"),
+    ),
 }
 
 
@@ -656,9 +682,21 @@ def test_text_in_place_of_values_is_refused(name):
         PrivateLinearRegression().fit(rows, np.arange(len(rows)), x, np.arange(60))
 
 
+@pytest.mark.parametrize("name", LEFT_AS_VALUES)
+def test_values_that_public_text_does_not_name_are_refused(name):
+    """The reverse: an odd public cell left the public column as text, and none the private one."""
+    public, private = LEFT_AS_VALUES[name]
+    with pytest.raises(TableError, match=r"expected text in column 'c'.*got values"):
+        private_after_public(public, private)
+
+
 @pytest.mark.parametrize(
     ("public", "private"),
     [
+        (["A", "7", "8"] * 20, [7, 8, 9]),
+        (["True", "False", "unknown"] * 20, [True, False, True]),
+        (["2024-05-31", "2024-06-30", "-"] * 20, pandas.to_datetime(["2024-05-31"] * 3)),
+        ([True, False] * 30, [True, "maybe", "maybe"]),
         (NUMBERS, [1500, "unknown", 2500]),
         ([True, False] * 30, [True, "maybe", False]),
         ([True, False] * 30, ["True", "maybe", "False"]),

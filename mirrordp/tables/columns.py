@@ -504,28 +504,41 @@ def kinds_of_values(cells: Mapping[str, Cells]) -> dict[str, str]:
     return {name: words for name, words in found.items() if words is not None}
 
 
-def lost_values(kind: str | None, cells: Cells, labels: Sequence[str] = ()) -> bool:
-    """Returns whether private cells are text that a program may have left where values were.
+def lost_values(kind: str | None, cells: Cells, labels: Sequence[str] | None = None) -> bool:
+    """Returns whether a program may have read a private column otherwise for the sake of one cell.
 
     A program that reads a file, such as `pandas.read_csv`, leaves a whole column as text if one of
     its cells is not what the others are. What it was told of how to read the others (separators,
     formats of dates, words for true) is lost then: one row would decide how all others are read.
 
     Args:
-        kind: what the public column holds; see `kinds_of_values`.
+        kind: what the public column holds, None for text; see `kinds_of_values`.
         cells: the private column.
-        labels: the categories or classes of the column, which count as read.
+        labels: the categories or classes of the column, if it has them; they count as read.
     """
-    if kind is None or isinstance(cells, np.ndarray):
+    if kind is None:
+        # Values, but none that the public text names.
+        found = kinds_of_values({"": cells}).get("")
+        if found is None or labels is None:
+            return False
+        return not any(_is_value(label, found) for label in labels)
+    if isinstance(cells, np.ndarray):
         return False
     distinct = cells.distinct()[0] if isinstance(cells, PackedText) else set(cells)
-    texts = {cell.strip() for cell in distinct if not isinstance(cell, ValueText)} - MISSING
-    found = positions(labels, unread := sorted(texts))
-    texts = [text for text, place in zip(unread, found, strict=True) if place < 0]
+    values = {cell for cell in distinct if isinstance(cell, ValueText)}
+    filled = sorted({cell.strip() for cell in distinct if cell not in values} - MISSING)
+    places = positions(labels or (), filled)
+    texts = [text for text, place in zip(filled, places, strict=True) if place < 0]
     if kind == _TRUTH_VALUES:
-        # A single one is the cell that was something else.
-        return len(texts) > 1
+        # One text among others that were read is the cell that was something else.
+        return len(texts) > 1 or (len(texts) == len(filled) == 1 and not values)
     return any(character.isdigit() for text in texts for character in text)
+
+
+def _is_value(label: str, kind: str) -> bool:
+    if kind == _TRUTH_VALUES:
+        return label.lower() in _TRUTH
+    return number(label) is not None or not isinstance(_meaning(label), str)
 
 
 _TRUTH_VALUES = "true and false"

@@ -107,21 +107,24 @@ class FeatureEncoding:
                 found[column.name] = "; ".join(words)
         return found
 
-    def refuse_lost_values(self, kinds: Mapping[str, str], table: Table) -> None:
+    def refuse_lost_values(self, kinds: Mapping[str, str] | None, table: Table) -> None:
         """Raises a TableError if private cells are text where public ones are values.
 
         Args:
-            kinds: what the public columns hold; see `kinds_of_values`.
+            kinds: what the public columns hold; see `kinds_of_values`. None for rows that are not
+                private.
             table: private rows.
         """
-        if table.is_text:
+        if table.is_text or kinds is None:
             return
         for name, column in self._kinds().items():
-            labels = getattr(column, "categories", getattr(column, "classes", ()))
-            if name in table.columns and lost_values(kinds.get(name), table.columns[name], labels):
+            labels = getattr(column, "categories", getattr(column, "classes", None))
+            kind = kinds.get(name)
+            if name in table.columns and lost_values(kind, table.columns[name], labels):
+                got = "text" if kind else "values that it does not name"
                 raise TableError(
-                    f"{mark(True)}expected {kinds[name]} in column {name!r} of {table.source!r}, "
-                    f"as in the public table, got text. {LEFT_AS_TEXT}."
+                    f"{mark(True)}expected {kind or 'text'} in column {name!r} of "
+                    f"{table.source!r}, as in the public table, got {got}. {LEFT_AS_TEXT}."
                 )
 
     def _encode_features(self, table: Table, tallies: dict[str, Tally], out: np.ndarray) -> None:
@@ -226,7 +229,7 @@ class TableEncoding(FeatureEncoding):
         for table in batches:
             source = table.source
             require_columns(table, [*(column.name for column in self.columns), *names], private)
-            self.refuse_lost_values(kinds or {}, table)
+            self.refuse_lost_values(kinds, table)
             features = np.empty((len(table), len(self.features)))
             self._encode_features(table, tallies, features)
             found.append(features, *self._encode_targets(table, tallies))

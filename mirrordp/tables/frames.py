@@ -49,8 +49,8 @@ def _frame(rows: Any) -> Any:
         found = narwhals.from_native(rows, eager_only=True, pass_through=True)
     except narwhals.exceptions.DuplicateError:
         raise TableError(
-            "expected different column names in a data frame, got two that are the same; rename "
-            "one."
+            "expected different column names in a data frame, got two that are the same; give each "
+            "column a name of its own."
         ) from None
     except (TypeError, ValueError):
         return None

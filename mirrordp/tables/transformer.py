@@ -50,7 +50,7 @@ def encode_and_count(
     """Returns features, and by column how many cells public rows do not cover, in words."""
     tallies: dict[str, Tally] = collections.defaultdict(Tally)
     table = table_of(rows, source, private=private).table
-    encoding.refuse_lost_values(kinds or {}, table)
+    encoding.refuse_lost_values(kinds, table)
     features = encoding.encode_features(table, tallies, private=private)
     encoding.judge(tallies, source, private=private)
     return features, encoding.unfamiliar(tallies)
