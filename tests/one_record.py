@@ -215,7 +215,10 @@ PROGRAMS: dict[str, Program] = {
         lambda p, x: (x.astype(jnp.float16) * p.astype(jnp.float16)).astype(jnp.float32)
     ),
     "integers": _matrix(lambda p, x: (_place(x).astype(jnp.int8) @ _place(x).astype(jnp.int8)) * p),
-    "drawn from gamma": _vector(lambda p, x: jax.random.gamma(_key(), jnp.abs(p * x) + 0.2)),
+    # In float64 the gradient does not end for 1e30.
+    "drawn from gamma": _vector(
+        lambda p, x: jax.random.gamma(_key(), jnp.clip(jnp.abs(p * x), 0.2, 1e6))
+    ),
     "drawn from Poisson": _vector(lambda p, x: jax.random.poisson(_key(), jnp.abs(x)) * p),
     "drawn from binomial": _vector(
         lambda p, x: jax.random.binomial(_key(), 5, jax.nn.sigmoid(x)) * p
@@ -240,8 +243,9 @@ def disturbances(
             others = np.arange(size) != place
             for value in values:
                 spoiled = [rows.copy(), rows.copy()]
-                spoiled[0][place] = value
-                spoiled[1][place].flat[0] = value
+                with np.errstate(over="ignore"):
+                    spoiled[0][place] = value
+                    spoiled[1][place].flat[0] = value
                 for given in spoiled:
                     pairs = [
                         [np.asarray(part, np.float64)[others] for part in pair]
