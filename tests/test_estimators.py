@@ -754,6 +754,8 @@ class TestNobodyChangesTheNumbersOfAnother:
             ([True, False, True, False], ["no", "yes"], True),
             ([True, "no", "yes", "no"], ["no", "yes"], False),
             (["1.500", "2000", "1.500", "2000"], [1500, 2000], True),
+            (["1.000", "1", "1.000", "odd"], [1, 1000], True),
+            (["1", "1000", "1.0", "odd"], [1, 1000], False),
         ],
     )
     def test_labels_that_were_to_be_read_otherwise(self, labels, classes, refused, public):
@@ -777,6 +779,13 @@ class TestNobodyChangesTheNumbersOfAnother:
         with pytest.raises(ValueError, match="learning_rate must be at most 1e"):
             model.fit(x, y, spend=ledger)
         assert ledger.epsilon(1e-5).epsilon == 0
+
+    def test_labels_of_which_only_one_value_occurs(self):
+        """Read as true and false, they are none of the public words; as text, all of them are."""
+        x, _ = draw("binary", 40)
+        model = PrivateLogisticRegression(row_norm_bound=1.0, classes=["maybe", "no", "yes"])
+        with pytest.raises(ValueError, match="y must hold text, as the classes do"):
+            model.fit(x, np.ones(40, bool))
 
     def test_masked_arrays_are_refused(self):
         x, y = draw("regression", 40)

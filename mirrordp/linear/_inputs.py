@@ -28,7 +28,7 @@ from mirrordp.data import (
     refuse_private_rows,
 )
 from mirrordp.data.sources import row_blocks
-from mirrordp.tables.columns import kinds_of_values
+from mirrordp.tables.columns import is_plain, kinds_of_values
 from mirrordp.tables.encoding import LEFT_AS_TEXT, FeatureEncoding
 from mirrordp.tables.files import Table, listed
 from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
@@ -294,11 +294,13 @@ def refuse_lost_labels(classes: np.ndarray, y: np.ndarray, index: np.ndarray) ->
     kinds = {isinstance(label, str) for label in classes.tolist()}
     unknown = y[np.flatnonzero(index < 0)].tolist()
     texts = {label for label in unknown if isinstance(label, str)}
+    if y.dtype.kind in "OU":
+        texts |= {label for label in y.tolist() if isinstance(label, str) and not is_plain(label)}
     values = {repr(label) for label in unknown if isinstance(label, bool | int | float)}
     has_digit = any(character.isdigit() for label in texts for character in label)
     if kinds == {False} and (has_digit or len(texts) > 1):
         expected, got = "numbers, true or false", "text"
-    elif kinds == {True} and len(values) > 1:
+    elif kinds == {True} and (len(values) > 1 or (values and (index < 0).all())):
         expected, got = "text", "numbers, true or false"
     else:
         return

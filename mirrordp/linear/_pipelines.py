@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
-from sklearn.ensemble import BaggingRegressor
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import FeatureUnion, Pipeline
 
@@ -47,6 +46,7 @@ _LEARNING = {
          "OutputCodeClassifier", "ClassifierChain"),
         _NUMBERS_LABELS,
     ),
+    "BaggingRegressor": "draws rows, some of them several times, or by the weights of others",
     **dict.fromkeys(("AdaBoostClassifier", "AdaBoostRegressor", "RANSACRegressor"), _CHOOSES_ROWS),
     **dict.fromkeys(
         ("StackingClassifier", "StackingRegressor", "CalibratedClassifierCV",
@@ -71,12 +71,12 @@ def refuse_private_steps(estimator: BaseEstimator, name: str | None = None) -> N
         estimator: the model that is fitted to what the Pipeline transformed, or may be.
         name: what the model shares with its copies, if it has any.
     """
-    if any(map(_numbers_labels, sys._current_frames().values())):
-        raise ValueError(
-            f"{type(estimator).__name__} must be given the private rows and targets as they are, "
-            f"got cross_val_predict with a method other than predict, which {_NUMBERS_LABELS}. Fit "
-            "the model by itself."
-        )
+    for frame in sys._current_frames().values():
+        if (what := _called_by(frame)) is not None:
+            raise ValueError(
+                f"{type(estimator).__name__} must be given the private rows and targets as they "
+                f"are, got {what}. Fit the model by itself."
+            )
     for caller in itertools.chain(_callers(estimator), _fitted_elsewhere(estimator, name)):
         if (reason := _learning(caller)) is not None:
             raise ValueError(
@@ -124,20 +124,23 @@ def _fitted_elsewhere(estimator: BaseEstimator, name: str | None) -> Iterator[An
                 yield caller
 
 
-def _numbers_labels(frame: FrameType | None) -> bool:
-    """Returns whether `cross_val_predict` has numbered the labels, on a stack."""
+def _called_by(frame: FrameType | None) -> str | None:
+    """Returns which function of scikit-learn on a stack changes private rows, and how."""
     while frame is not None:
-        if frame.f_code.co_name == "cross_val_predict" and frame.f_locals.get("encode"):
-            return True
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") == "sklearn.model_selection._validation":
+            if name == "cross_val_predict" and frame.f_locals.get("encode"):
+                return (
+                    f"cross_val_predict with another method than predict, which {_NUMBERS_LABELS}"
+                )
+            if name == "permutation_test_score":
+                return "permutation_test_score, which puts the target of one row into another"
         frame = frame.f_back
-    return False
+    return None
 
 
 def _learning(caller: BaseEstimator) -> str | None:
     """Returns what a meta-estimator does that no noise covers, if it does."""
-    if isinstance(caller, BaggingRegressor):
-        # A row that is drawn several times counts as several rows.
-        return "draws rows with replacement" if caller.bootstrap else None
     for kind in type(caller).__mro__:
         if kind.__module__.startswith("sklearn.") and kind.__name__ in _LEARNING:
             return _LEARNING[kind.__name__]

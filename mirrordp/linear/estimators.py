@@ -903,8 +903,8 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
             )
         index = computed_rows(lambda labels: _inputs.class_indices(self.classes_, labels), y)
         unknown = sum(int(np.count_nonzero(index[block] < 0)) for block in row_blocks(index))
+        _inputs.refuse_lost_labels(self.classes_, y, index)
         if unknown:
-            _inputs.refuse_lost_labels(self.classes_, y, index)
             warn(
                 f"{UNPROTECTED} {unknown} private rows have a label that is not "
                 f"among the classes {self.classes_.tolist()}; they contribute nothing.",

@@ -517,28 +517,47 @@ def lost_values(kind: str | None, cells: Cells, labels: Sequence[str] | None = N
         labels: the categories or classes of the column, if it has them; they count as read.
     """
     if kind is None:
-        # Values, but none that the public text names.
         found = kinds_of_values({"": cells}).get("")
-        if found is None or labels is None:
-            return False
-        return not any(_is_value(label, found) for label in labels)
+        return found is not None and labels is not None and not _names(labels, cells, found)
     if isinstance(cells, np.ndarray):
         return False
     distinct = cells.distinct()[0] if isinstance(cells, PackedText) else set(cells)
     values = {cell for cell in distinct if isinstance(cell, ValueText)}
     filled = sorted({cell.strip() for cell in distinct if cell not in values} - MISSING)
     places = positions(labels or (), filled)
-    texts = [text for text, place in zip(filled, places, strict=True) if place < 0]
+    texts = [
+        text for text, place in zip(filled, places, strict=True) if place < 0 or not is_plain(text)
+    ]
     if kind == _TRUTH_VALUES:
         # One text among others that were read is the cell that was something else.
         return len(texts) > 1 or (len(texts) == len(filled) == 1 and not values)
     return any(character.isdigit() for text in texts for character in text)
 
 
-def _is_value(label: str, kind: str) -> bool:
+def is_plain(text: str) -> bool:
+    """Returns whether a text that reads as a number is written as programs write that number.
+
+    1.000 may have been a thousand, and 007 a name.
+    """
+    value = number(text)
+    return value is None or math.isnan(value) or text in (number_text(value), repr(value))
+
+
+def _names(labels: Sequence[str], cells: Cells, kind: str) -> bool:
+    """Returns whether labels of text name private values of a kind, where they were read alike.
+
+    An odd public cell may have left the public column as text, and none the private one.
+    """
+    texts = [text for text in distinct_texts(cells)[0] if text]
+    named = [place >= 0 for place in positions(labels, texts)]
     if kind == _TRUTH_VALUES:
-        return label.lower() in _TRUTH
-    return number(label) is not None or not isinstance(_meaning(label), str)
+        return all(named)
+    is_date = kind == "dates or times"
+    alike = [
+        isinstance(_meaning(label), datetime.datetime) if is_date else number(label) is not None
+        for label in labels
+    ]
+    return not texts or (any(named) and 2 * sum(alike) >= len(labels))
 
 
 _TRUTH_VALUES = "true and false"

@@ -15,6 +15,7 @@ from mirrordp._warn import warn
 from mirrordp.data import UnprotectedWarning
 from mirrordp.data.sources import GatheredRows, row_blocks
 from mirrordp.tables.columns import (
+    ISO,
     CategoryColumn,
     ClassTarget,
     Column,
@@ -23,6 +24,7 @@ from mirrordp.tables.columns import (
     NumberTarget,
     Tally,
     Target,
+    kinds_of_values,
     lost_values,
 )
 from mirrordp.tables.files import Table, TableError, listed, mark
@@ -120,7 +122,17 @@ class FeatureEncoding:
         for name, column in self._kinds().items():
             labels = getattr(column, "categories", getattr(column, "classes", None))
             kind = kinds.get(name)
-            if name in table.columns and lost_values(kind, table.columns[name], labels):
+            if name not in table.columns:
+                continue
+            cells = table.columns[name]
+            # What tells day and month apart in the public text did not read the private values.
+            other_format = (
+                isinstance(column, DateColumn)
+                and column.date_format != ISO
+                and kind is None
+                and bool(kinds_of_values({name: cells}))
+            )
+            if other_format or lost_values(kind, cells, labels):
                 got = "text" if kind else "values that it does not name"
                 raise TableError(
                     f"{mark(True)}expected {kind or 'text'} in column {name!r} of "
