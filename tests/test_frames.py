@@ -25,7 +25,7 @@ from sklearn.ensemble import (
     VotingRegressor,
 )
 from sklearn.frozen import FrozenEstimator
-from sklearn.linear_model import LinearRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import cross_val_predict, permutation_test_score
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.multioutput import MultiOutputRegressor
@@ -593,6 +593,14 @@ class TestPrivateSteps:
             warnings.simplefilter("ignore")
             assert len(cross_val_predict(model, x, labels, cv=2)) == 60
 
+        class Other(LogisticRegression):
+            def fit(self, x, y):
+                pickle.dumps(model)
+                return super().fit(x, y)
+
+        # What happens to the rows of another model is no reason to refuse this one.
+        assert len(cross_val_predict(Other(), x, labels, method="predict_proba", cv=2)) == 60
+
     @pytest.mark.parametrize("outer", [VotingRegressor, MultiOutputRegressor])
     def test_models_fitted_by_other_threads(self, outer):
         model = PrivateLinearRegression(row_norm_bound=1.0)
@@ -708,6 +716,7 @@ def test_values_that_public_text_does_not_name_are_refused(name):
         (["A", "7", "8"] * 20, [7, 8, 9]),
         (["True", "False", "unknown"] * 20, [True, False, True]),
         (["2024-05-31", "2024-06-30", "-"] * 20, pandas.to_datetime(["2024-05-31"] * 3)),
+        (["2024-05-31", "2024-06-30", "-"] * 20, [datetime.date(2024, 5, 31)] * 3),
         ([True, False] * 30, [True, "maybe", "maybe"]),
         (NUMBERS, [1500, "unknown", 2500]),
         ([True, False] * 30, [True, "maybe", False]),

@@ -189,8 +189,8 @@ class Weights(NamedTuple):
 def _as_weights(name: str, weights: Any, X: Any, remark: str) -> np.ndarray:
     try:
         given = np.asarray(weights)
-        is_text = given.dtype.kind in "US" or holds_text(given)
-        found = None if is_text else given.astype(np.float64)
+        refused = np.ma.isMaskedArray(weights) or given.dtype.kind in "US" or holds_text(given)
+        found = None if refused else given.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         found = None
     if found is None:

@@ -43,7 +43,7 @@ _LEARNS = "learns from the private rows itself, without noise"
 _LEARNING = {
     **dict.fromkeys(
         ("VotingClassifier", "BaggingClassifier", "OneVsRestClassifier", "OneVsOneClassifier",
-         "OutputCodeClassifier", "ClassifierChain"),
+         "OutputCodeClassifier"),
         _NUMBERS_LABELS,
     ),
     "BaggingRegressor": "draws rows, some of them several times, or by the weights of others",
@@ -72,7 +72,7 @@ def refuse_private_steps(estimator: BaseEstimator, name: str | None = None) -> N
         name: what the model shares with its copies, if it has any.
     """
     for frame in sys._current_frames().values():
-        if (what := _called_by(frame)) is not None:
+        if (what := _called_by(frame, estimator, name)) is not None:
             raise ValueError(
                 f"{type(estimator).__name__} must be given the private rows and targets as they "
                 f"are, got {what}. Fit the model by itself."
@@ -124,16 +124,18 @@ def _fitted_elsewhere(estimator: BaseEstimator, name: str | None) -> Iterator[An
                 yield caller
 
 
-def _called_by(frame: FrameType | None) -> str | None:
-    """Returns which function of scikit-learn on a stack changes private rows, and how."""
+def _called_by(frame: FrameType | None, estimator: BaseEstimator, name: str | None) -> str | None:
+    """Returns which function of scikit-learn changes the estimator's rows, on a stack, and how."""
     while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_globals.get("__name__") == "sklearn.model_selection._validation":
-            if name == "cross_val_predict" and frame.f_locals.get("encode"):
+        function, own = frame.f_code.co_name, frame.f_locals
+        if frame.f_globals.get("__name__") == "sklearn.model_selection._validation" and any(
+            _is_copy(part, estimator, name) for part in _with_parts(own.get("estimator"))
+        ):
+            if function == "cross_val_predict" and own.get("encode"):
                 return (
                     f"cross_val_predict with another method than predict, which {_NUMBERS_LABELS}"
                 )
-            if name == "permutation_test_score":
+            if function == "permutation_test_score":
                 return "permutation_test_score, which puts the target of one row into another"
         frame = frame.f_back
     return None

@@ -552,9 +552,9 @@ def _names(labels: Sequence[str], cells: Cells, kind: str) -> bool:
     named = [place >= 0 for place in positions(labels, texts)]
     if kind == _TRUTH_VALUES:
         return all(named)
-    is_date = kind == "dates or times"
     alike = [
-        isinstance(_meaning(label), datetime.datetime) if is_date else number(label) is not None
+        (kind != "dates or times" and number(label) is not None)
+        or (kind != "numbers" and isinstance(_meaning(label), datetime.datetime))
         for label in labels
     ]
     return not texts or (any(named) and 2 * sum(alike) >= len(labels))

@@ -110,7 +110,7 @@ class FeatureEncoding:
         return found
 
     def refuse_lost_values(self, kinds: Mapping[str, str] | None, table: Table) -> None:
-        """Raises a TableError if private cells are text where public ones are values.
+        """Raises a TableError for private text where public cells are values, or the reverse.
 
         Args:
             kinds: what the public columns hold; see `kinds_of_values`. None for rows that are not
