@@ -927,6 +927,14 @@ class TestPrivacy:
         assert model.coef_[-1] == 0
 
 
+    @pytest.mark.parametrize("unit", [1e-300, 1e200])
+    def test_public_numbers_without_a_standard_deviation_are_refused(self, unit):
+        x, y = draw("regression", 100)
+        public_x, public_y = draw("regression", 40, seed=1)
+        with pytest.raises(ValueError, match="whose squares are within float64"):
+            PrivateLinearRegression(random_state=0).fit(x, y, public_x * unit, public_y)
+
+
 class TestRepeatedFits:
     """Twenty fits to choose from are twenty releases; the report of the best must not hide it."""
 

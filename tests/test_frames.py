@@ -173,6 +173,12 @@ class TestEstimators:
             PrivateLinearRegression(5.0, random_state=0).fit(x.assign(more=1), y, public, y_public)
         assert any("'more' of X are not in X_public" in str(w.message) for w in caught)
 
+    def test_columns_that_make_no_feature_are_named(self):
+        (x, y), (public, y_public) = draw(300), draw(100, 1)
+        x, public = (part.assign(id=[f"n{i}" for i in range(len(part))]) for part in (x, public))
+        with pytest.warns(UserWarning, match=r"'id' \(no category is common enough"):
+            PrivateLinearRegression(5.0, random_state=0).fit(x, y, public, y_public)
+
     def test_what_public_rows_do_not_cover_is_counted(self):
         (x, y), (public, y_public) = draw(300), draw(100, 1)
         x.loc[:2, "size"], x.loc[:4, "colour"] = 1000.0, "secret"

@@ -97,6 +97,9 @@ def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
             "Add the columns to use to X_public.",
             UnprotectedWarning,
         )
+    if learned.left_out:
+        reasons = ", ".join(f"{name!r} ({why})" for name, why in learned.left_out.items())
+        warn(f"columns of X_public that no feature can be made of: {reasons}.")
     mention(unfamiliar, private=True)
     return EncodedFrames(private, public, found.table, encoding, unfamiliar)
 

@@ -55,11 +55,17 @@ class Scaling:
         """
         x = _bounded(x, row_norm_bound)
         shift = x.mean(axis=0) if intercept else np.zeros(x.shape[1])
-        deviation = np.sqrt(np.mean((x - shift) ** 2, axis=0))
+        with np.errstate(over="ignore"):
+            deviation = np.sqrt(np.mean((x - shift) ** 2, axis=0))
         low, high = x.min(axis=0), x.max(axis=0)
         is_indicator = ((x == low) | (x == high)).all(axis=0) & (low < high)
         scale = np.where(is_indicator, high - low, deviation)
         constant = high - low <= 10 * np.finfo(float).eps * np.abs(x).max(axis=0)
+        for column in np.flatnonzero(~constant & ~((scale > 0) & np.isfinite(scale))):
+            raise ValueError(
+                f"X_public must hold numbers whose squares are within float64, got {low[column]:.3g} "
+                f"to {high[column]:.3g} in column {column}. Use another unit in X and X_public."
+            )
         if not intercept:
             constant &= deviation == 0
         factor = np.where(constant, 0.0, 1 / np.where(constant, 1.0, scale))
