@@ -63,8 +63,9 @@ class Scaling:
         constant = high - low <= 10 * np.finfo(float).eps * np.abs(x).max(axis=0)
         for column in np.flatnonzero(~constant & ~((scale > 0) & np.isfinite(scale))):
             raise ValueError(
-                f"X_public must hold numbers whose squares are within float64, got {low[column]:.3g} "
-                f"to {high[column]:.3g} in column {column}. Use another unit in X and X_public."
+                "X_public must hold numbers whose squares are within float64, got "
+                f"{low[column]:.3g} to {high[column]:.3g} in column {column}. Use another unit in "
+                "X and X_public."
             )
         if not intercept:
             constant &= deviation == 0
