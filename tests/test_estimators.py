@@ -926,7 +926,6 @@ class TestPrivacy:
         model = PrivateLinearRegression(random_state=0).fit(x, y, public_x, public_y)
         assert model.coef_[-1] == 0
 
-
     @pytest.mark.parametrize("unit", [1e-300, 1e200])
     def test_public_numbers_without_a_standard_deviation_are_refused(self, unit):
         x, y = draw("regression", 100)
