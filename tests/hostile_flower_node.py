@@ -4,6 +4,7 @@ Each registers with the SuperLink as any SuperNode would. No app of the server's
 answers every message with what its kind says, until it is killed.
 """
 
+import hashlib
 import sys
 import threading
 import time
@@ -18,6 +19,13 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
+
+
+def masked(array, ticket, name):
+    """The array as an honest node would send it."""
+    stream = hashlib.shake_128(f"mirrordp {ticket} {name}".encode()).digest(len(array.data))
+    data = bytes(one ^ other for one, other in zip(array.data, stream, strict=True))
+    return Array(array.dtype, array.shape, array.stype, data)
 
 
 def tampered(content, kind, number=0):
@@ -35,9 +43,10 @@ def tampered(content, kind, number=0):
     }[kind]
     arrays = content.array_records["arrays"]
     ticket = content.config_records["config"]["ticket"]
+    changed = {name: Array(change(array.numpy())) for name, array in arrays.items()}
     return RecordDict(
         {
-            "arrays": ArrayRecord({k: Array(change(v.numpy())) for k, v in arrays.items()}),
+            "arrays": ArrayRecord({k: masked(v, ticket, k) for k, v in changed.items()}),
             "config": ConfigRecord({"ticket": ticket}),
         }
     )

@@ -212,7 +212,20 @@ class TestClientData:
                 lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=[float("nan"), None]),
                 "every user needs a name, got 2 that are",
             ),
+            (
+                lambda: PrivateClients.from_rows(np.ones(2), [("A", 7), ("A", float("nan"))]),
+                "1 rows whose user",
+            ),
+            (
+                lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=[("A", 7), ("A", 7.0)]),
+                "each once, got 1 different names for 2 users",
+            ),
+            (
+                lambda: PrivateClients.from_users([np.ones(1)] * 2, ids=["é ", "e\u0301"]),
+                "each once, got 1 different names for 2 users",
+            ),
             (lambda: PrivateClients(np.ones(3), np.array([2]), None, 8), "own all rows"),
+            (lambda: PrivateClients(np.ones(3), np.array([3.0]), None, 8), "whole numbers"),
             (lambda: PrivateClients(np.ones(3), np.array([3]), None, 2), "may own 0 to 2 rows"),
         ],
     )
@@ -231,6 +244,16 @@ class TestClientData:
         np.testing.assert_array_equal(made.num_examples, [0, 1, 2, 0])
         np.testing.assert_array_equal(made.user(2), [0, 2])
         assert made.ids == (0, 1, 2, 3)
+
+    def test_spellings_of_one_name_are_one_user(self):
+        made = PrivateClients.from_rows(np.arange(4), np.array(["a", "b", "a ", " a"]))
+        np.testing.assert_array_equal(made.num_examples, [3, 1])
+
+    def test_counts_of_rows_are_its_own(self):
+        counts = np.array([2, 1], np.int32)
+        made = PrivateClients(np.arange(3), counts, None, 8)
+        counts[:] = [1, 2]
+        np.testing.assert_array_equal(made.num_examples, [2, 1])
 
     def test_no_user_shifts_the_rows_of_another(self):
         """Arrays of unequal length whose totals agree: labels of one user on rows of another."""

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import logging
@@ -44,7 +45,13 @@ from flwr.supercore.task_identity import TaskIdentity
 import mirrordp
 from mirrordp import Adjacency, Mechanism, PoissonSampling, PublicData
 from mirrordp.integrations import flower
-from mirrordp.privacy import Accountant, FullBatch
+from mirrordp.privacy import (
+    Accountant,
+    BandedNoise,
+    CyclicPoissonSampling,
+    FixedSizeSampling,
+    FullBatch,
+)
 from mirrordp.privacy.accounting import UnsupportedError
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training import federated
@@ -121,10 +128,19 @@ def delta(value=0.1):
     return {"b": np.float32(value), "w": np.full(3, value, np.float32)}
 
 
+def masked(array, ticket, name):
+    """What a node of ours makes of an array before it is sent."""
+    stream = hashlib.shake_128(f"mirrordp {ticket} {name}".encode()).digest(len(array.data))
+    data = bytes(one ^ other for one, other in zip(array.data, stream, strict=True))
+    return Array(array.dtype, array.shape, array.stype, data)
+
+
 def reply(message, tree=None, *, ticket=None, arrays=None, **records):
     if arrays is None:
         arrays = flower.to_arrays(delta() if tree is None else tree)
     own = message.content.config_records["config"]["ticket"]
+    if isinstance(arrays, ArrayRecord):
+        arrays = ArrayRecord({name: masked(array, own, name) for name, array in arrays.items()})
     shown = ConfigRecord({"ticket": own if ticket is None else ticket})
     return Message(RecordDict({"arrays": arrays, "config": shown} | records), reply_to=message)
 
@@ -708,7 +724,8 @@ def test_another_model_on_the_client_is_named():
 def test_clients_clip():
     message = ask(strategy())[0]
     answer = client(lambda params, _: jax.tree.map(lambda p: p + 100, params))(message, CONTEXT)
-    sent = flower.from_arrays(answer.content.array_records["arrays"], PARAMS)
+    ticket = message.content.config_records["config"]["ticket"]
+    sent = flower.from_arrays(answer.content.array_records["arrays"], PARAMS, ticket=ticket)
     assert CLIP * (1 - 1e-3) < np.linalg.norm(wide(sent)) <= CLIP
     assert list(answer.content) == ["arrays", "config"]
 
@@ -923,3 +940,114 @@ def test_other_initial_arrays_are_refused():
     with pytest.raises(ValueError, match=r"strategy\.arrays"):
         server.configure_train(1, flower.to_arrays(delta()), ConfigRecord(), FakeGrid())
     assert server.charged_steps == 0
+
+
+def test_a_reply_tells_nobody_what_was_computed():
+    """Any node may ask SuperLink whether it has an object of a given hash."""
+    app = flower.client_app(lambda params, data: params, lambda context: None, PARAMS)
+    sent, server = [], strategy()
+    for number in (1, 2):
+        messages = ask(server, number)
+        replies = [app(message, CONTEXT) for message in messages]
+        sent += [
+            array.data
+            for found in replies
+            for array in found.content.array_records["arrays"].values()
+        ]
+        server.aggregate_train(number, replies)
+    # All deltas are zero, and all honest replies are accepted, but no two have the same bytes.
+    assert server.unprivatized_replies["accepted"] == 2 * len(NODES)
+    assert len(set(sent)) == len(sent) == 4 * len(NODES)
+    zeros = flower.to_arrays(jax.tree.map(np.zeros_like, PARAMS))
+    assert not {array.data for array in zeros.values()} & set(sent)
+
+
+def test_the_clock_says_nothing_with_rounds_of_one_length(monkeypatch):
+    now, slept = [0.0], []
+
+    def pass_by(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    def answer(grid, messages, timeout):
+        now[0] += timeout * len(begun) / 4  # users who train for longer and longer
+        return []
+
+    begun = []
+    monkeypatch.setattr(flower.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(flower.time, "sleep", pass_by)
+    monkeypatch.setattr(flower, "exchange", answer)
+    server = strategy(reply_timeout=8.0, round_seconds=10.0)
+    real = server.configure_train
+    monkeypatch.setattr(
+        server, "configure_train", lambda *args: begun.append(now[0]) or real(*args)
+    )
+    server.run(FakeGrid())
+    assert begun == [0.0, 10.0, 20.0]
+    assert slept == [8.0, 6.0, 4.0]
+    with pytest.raises(ValueError, match="longer than reply_timeout"):
+        strategy(reply_timeout=8.0, round_seconds=8.0)
+
+
+def test_cohorts_of_a_fixed_size_are_seen_by_users_together():
+    """Colluders who were asked less often than cohorts are large know that the target was."""
+    fixed = Mechanism(
+        sampling=FixedSizeSampling(batch_size=2, num_examples=6),
+        l2_clip_norm=1.0, noise_multiplier=4.0, num_steps=3, adjacency=Adjacency.REPLACE,
+        unit="user",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="users together know"):
+        strategy(mech=fixed)
+    assert isinstance(
+        strategy(mech=fixed, participation_is_seen=True).accounted.sampling, FullBatch
+    )
+
+
+def test_correlated_noise_has_one_cohort_in_a_round():
+    banded = Mechanism(
+        sampling=CyclicPoissonSampling.for_batch_size(2, num_examples=6, num_groups=3),
+        l2_clip_norm=1.0, noise_multiplier=4.0, num_steps=3, unit="user",
+        noise=BandedNoise.optimal(3, 3),
+    )  # fmt: skip
+    server = strategy(mech=banded)
+    ask(server)
+    with pytest.raises(ValueError, match="asked for twice"):
+        ask(server)
+
+
+def test_two_threads_release_one_sum():
+    server = strategy()
+    replies = [found for m in ask(server) for found in [reply(m)]]
+    released, refused = [], []
+    start = threading.Barrier(2)
+
+    def aggregate(chosen):
+        start.wait()
+        try:
+            released.append(server.aggregate_train(1, chosen))
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=aggregate, args=(c,)) for c in (replies, [])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(released), len(refused)) == (1, 1)
+    assert "expected the replies of round 2" in refused[0]
+
+
+def test_nodes_that_stall_cost_the_others_nothing():
+    let_go = threading.Event()
+
+    class Stalling(FakeGrid):
+        def pull_messages(self, message_ids):
+            if int(message_ids[0]) < 20:
+                let_go.wait(60)
+            return super().pull_messages(message_ids)
+
+    grid = Stalling(lambda message: [Message(RecordDict(), reply_to=message)])
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in range(40)]
+    found = flower.exchange(grid, messages, 8.0, poll_interval=0.05)
+    let_go.set()
+    assert len(found) == 20

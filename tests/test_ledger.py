@@ -25,6 +25,7 @@ from mirrordp.spending.ledger import (
     check_position,
     event_from_dict,
     event_to_dict,
+    ledger_for,
 )
 
 POISSON = accounting.poisson_event(3.0, sampling_prob=0.1, num_steps=5)
@@ -52,6 +53,26 @@ def test_a_charge_that_could_not_be_read_again_is_not_written(name, tmp_path):
         ledger.charge(GAUSSIAN)
     with FileLedger.open(tmp_path / "ledger") as ledger:
         assert len(ledger.records) == 2
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_one_ledger_covers_one_unit_against_the_same_people(kind, tmp_path):
+    """A sum over runs on rows and on users would be an ε of neither."""
+    path = tmp_path / "ledger"
+    made = Ledger(Adjacency.ZERO_OUT)
+    if kind == "file":
+        made = FileLedger.create(path, Adjacency.ZERO_OUT)
+    for _ in range(2):
+        ledger_for(Adjacency.ZERO_OUT, made, "user")
+    if kind == "file":
+        made.close()
+        made = FileLedger.open(path)
+        assert [record["kind"] for record in made.records] == ["ledger", "covers"]
+    with pytest.raises(ValueError, match="covers one example"):
+        ledger_for(Adjacency.ZERO_OUT, made, "example")
+    with pytest.raises(ValueError, match="against those who see who takes part"):
+        ledger_for(Adjacency.ZERO_OUT, made, "user", participation_is_seen=True)
+    ledger_for(Adjacency.ZERO_OUT, made, "user")
 
 
 def test_an_empty_ledger_has_spent_nothing(ledger):

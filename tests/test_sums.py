@@ -259,6 +259,16 @@ def test_sums_in_float32_would_not_pass(monkeypatch):
 
 
 class TestExactSum:
+    @pytest.mark.parametrize("other", [0.1, np.full(1, 0.1), np.full((3, 1), 0.1)])
+    def test_a_number_counts_once(self, other):
+        """Spread over all coordinates, a reply of one number would move the sum by √p C."""
+        total = ExactSum.zero({"w": np.zeros(3, np.float32)}, 1.0)
+        added = ExactSum.of({"w": np.asarray(other, np.float32)}, 1.0)
+        with pytest.raises(ValueError, match="of the same arrays"):
+            total + added
+        with pytest.raises(ValueError, match="of the same arrays"):
+            total + ExactSum.of({"v": np.zeros(3, np.float32)}, 1.0)
+
     def test_any_order_and_grouping_gives_the_same_integers(self):
         rng = np.random.default_rng(0)
         values = {"a": rng.normal(size=(60, 3)), "b": rng.normal(size=(60, 2, 2)) * 1e-6}

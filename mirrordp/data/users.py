@@ -7,6 +7,7 @@ chosen: every check and conversion here treats each user alone.
 import dataclasses
 import hashlib
 import math
+import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
 
@@ -58,7 +59,13 @@ class ClientData:
         _validate.make_plain(self)
         _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
         object.__setattr__(self, "arrays", as_arrays(name, self.arrays))
-        counts = np.asarray(self.num_examples, np.int32)
+        counts = np.array(self.num_examples)
+        if counts.dtype.kind not in "iu" or counts.size and counts.max() >= 2**31:
+            raise ValueError(
+                f"{name} needs the number of rows of each user as whole numbers, got "
+                f"{counts.dtype}. {remark}".rstrip()
+            )
+        counts = counts.astype(np.int32)
         object.__setattr__(self, "num_examples", counts)
         if counts.ndim != 1 or counts.size == 0:
             raise ValueError(f"{name} needs at least one user, got counts of shape {counts.shape}.")
@@ -416,16 +423,18 @@ def _distinct_names(owners: np.ndarray) -> tuple[list[Hashable], np.ndarray]:
     The order compares two names by their spelling alone, so that a name of another type does not
     move the other users.
     """
-    names: list[Hashable]
-    if owners.dtype == object:
-        numbers: dict[str, int] = {}
-        which = np.array([numbers.setdefault(_spelling(n), len(numbers)) for n in owners], np.intp)
-        first = np.full(len(numbers), len(owners))
-        np.minimum.at(first, which, np.arange(len(owners)))
-        names = owners[first].tolist()
-    else:
-        found, which = np.unique(owners, return_inverse=True)
-        names = found.tolist()
+    rows = None
+    if owners.dtype != object:
+        # Names of one type: each of them is looked at once.
+        owners, rows = np.unique(owners, return_inverse=True)
+        owners = _uncast(owners.tolist())
+    numbers: dict[str, int] = {}
+    which = np.array([numbers.setdefault(_spelling(n), len(numbers)) for n in owners], np.intp)
+    first = np.full(len(numbers), len(owners))
+    np.minimum.at(first, which, np.arange(len(owners)))
+    names: list[Hashable] = owners[first].tolist()
+    if rows is not None:
+        which = which[rows]
     order = sorted(range(len(names)), key=lambda number: _name_order(names[number]))
     place = np.empty(len(names), np.intp)
     place[order] = np.arange(len(names))
@@ -455,6 +464,8 @@ def _num_missing(names: Sequence[Hashable] | np.ndarray) -> int:
 
 
 def _is_missing(name: Hashable) -> bool:
+    if isinstance(name, tuple):
+        return any(map(_is_missing, name))
     if name is None or isinstance(name, str | bytes):
         return not (name and name.strip())
     try:
@@ -464,12 +475,14 @@ def _is_missing(name: Hashable) -> bool:
 
 
 def _spelling(name: Hashable) -> str:
-    """Returns a name as text: one file may hold 3 where another holds '3', 3.0 or b'3'."""
+    """Returns a name as text: one file may hold 3 where another holds '3', 3.0, b'3' or ' 3'."""
+    if isinstance(name, tuple):
+        return str(tuple(map(_spelling, name)))
     if isinstance(name, bytes):
-        return name.decode(errors="backslashreplace")
+        name = name.decode(errors="backslashreplace")
     if isinstance(name, float | np.floating) and name.is_integer():
-        return str(int(name))
-    return str(name)
+        name = int(name)
+    return unicodedata.normalize("NFC", str(name).strip())
 
 
 def _name_entropy(name: Hashable) -> list[int]:

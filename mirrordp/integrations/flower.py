@@ -17,6 +17,7 @@ SuperLink are trusted, since they see the delta of each user; see `docs/federate
 import collections
 import dataclasses
 import functools
+import hashlib
 import io
 import logging
 import queue
@@ -84,8 +85,10 @@ _HEADER = 4096
 # Flower's error code for an app that raised an exception.
 _FAILED = 2
 
-# After so many seconds a fetch continues in the background while the next ones start.
+# After so many seconds a fetch continues in the background while the next ones start, and after a
+# hundredth of it if so many are there already: nodes that stall cost the others no more than that.
 _MOMENT = 0.5
+_HANGING = 8
 
 _OPERATOR = "[operator only, not covered by the guarantee]"
 
@@ -93,22 +96,42 @@ _OPERATOR = "[operator only, not covered by the guarantee]"
 _log = logging.getLogger("flwr")
 
 
-def to_arrays(tree: PyTree) -> ArrayRecord:
-    """Returns a tree as a Flower record: one named array per leaf, without frozen leaves (None)."""
+def to_arrays(tree: PyTree, *, ticket: str | None = None) -> ArrayRecord:
+    """Returns a tree as a Flower record: one named array per leaf, without frozen leaves (None).
+
+    SuperLink keeps what is sent under its hash, and tells any node whether it has an object of a
+    given hash. A node that guesses a user's rows can compute the delta, and could ask whether it
+    was sent. With a ticket, which only this node and the server know, there is nothing to ask for.
+
+    Args:
+        tree: arrays.
+        ticket: combines all bytes (XOR) with a stream that follows from it.
+    """
     record = {}
     for name, leaf in _named_leaves(tree).items():
         array = np.asarray(leaf)
         # NumPy's file format loses dtypes that NumPy does not have, such as bfloat16.
-        record[name] = Array(array if array.dtype.isbuiltin == 1 else array.astype(np.float32))
+        array = Array(array if array.dtype.isbuiltin == 1 else array.astype(np.float32))
+        if ticket is not None:
+            mixed = _mixed(array.data, ticket, name)
+            array = Array(array.dtype, array.shape, array.stype, mixed)
+        record[name] = array
     return ArrayRecord(record)
 
 
-def from_arrays(record: ArrayRecord, like: PyTree) -> PyTree:
+def _mixed(data: bytes, ticket: str, name: str) -> bytes:
+    """Combines bytes with a stream that follows from the ticket; twice gives them back."""
+    stream = hashlib.shake_128(f"mirrordp {ticket} {name}".encode()).digest(len(data))
+    return (np.frombuffer(data, np.uint8) ^ np.frombuffer(stream, np.uint8)).tobytes()
+
+
+def from_arrays(record: ArrayRecord, like: PyTree, *, ticket: str | None = None) -> PyTree:
     """Inverts `to_arrays`: returns a tree with the structure, shapes and dtypes of `like`.
 
     Args:
         record: the named arrays.
         like: a tree of arrays, or of `jax.ShapeDtypeStruct`s.
+        ticket: as given to `to_arrays`.
 
     Raises:
         ReplyError: if `record` does not have exactly the arrays of `like`.
@@ -124,7 +147,8 @@ def from_arrays(record: ArrayRecord, like: PyTree) -> PyTree:
     for name, leaf in wanted.items():
         dtype = np.dtype(leaf.dtype)
         wire = dtype if dtype.isbuiltin == 1 else np.dtype(np.float32)
-        found.append(_read_array(record[name], leaf.shape, wire).astype(dtype))
+        read = functools.partial(_mixed, ticket=ticket, name=name) if ticket else bytes
+        found.append(_read_array(record[name], leaf.shape, wire, read).astype(dtype))
     return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
@@ -145,8 +169,10 @@ class ReplyError(ValueError):
         self.reason = reason
 
 
-def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Returns the numbers of a Flower array; checks its header before allocating any memory.
+def _read_array(
+    array: Array, shape: Sequence[int], dtype: np.dtype, read: Callable[[bytes], bytes]
+) -> np.ndarray:
+    """Returns the numbers of a Flower array; checks its header before allocating memory for them.
 
     `array.numpy()` would trust the header, which a hostile client may have written.
     """
@@ -155,21 +181,22 @@ def _read_array(array: Array, shape: Sequence[int], dtype: np.dtype) -> np.ndarr
     nbytes = int(np.prod(shape)) * dtype.itemsize
     if len(array.data) > nbytes + _HEADER:
         raise ReplyError("oversized", f"expected {nbytes} bytes, got {len(array.data)}.")
-    file = io.BytesIO(array.data)
+    data = read(array.data)
+    file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
-        read = {
+        header = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
-        found_shape, is_fortran, found_dtype = read(file)
+        found_shape, is_fortran, found_dtype = header(file)
     except Exception as error:
         raise ReplyError("malformed", "expected NumPy's file format, got another.") from error
     if found_shape != tuple(shape):
         raise ReplyError("wrong shape", f"expected {tuple(shape)}, got {found_shape!r:.100}.")
     if found_dtype != dtype:
         raise ReplyError("wrong dtype", f"expected {dtype}, got {found_dtype!s:.50}.")
-    numbers = array.data[file.tell() :]
+    numbers = data[file.tell() :]
     if len(numbers) != nbytes:
         raise ReplyError("malformed", f"expected {nbytes} bytes of numbers, got {len(numbers)}.")
     return np.frombuffer(numbers, dtype).reshape(shape, order="F" if is_fortran else "C")
@@ -256,12 +283,14 @@ def exchange(
     waiting = list(found)
     while waiting:
         for name in waiting:
-            if not answers(name):
+            # While a fetch is on its way, another one would find nothing.
+            if not answers(name) and not in_flight[name]:
+                moment = _MOMENT if in_flight.total() < _HANGING else _MOMENT / 100
                 in_flight[name] += 1
                 # A daemon, because a fetch that hangs cannot be stopped, only left behind.
                 worker = threading.Thread(target=fetch, args=(name,), daemon=True)
                 worker.start()
-                worker.join(min(_MOMENT, max(deadline - time.monotonic(), 0)))
+                worker.join(min(moment, max(deadline - time.monotonic(), 0)))
         while not fetched.empty():
             name, replies = fetched.get()
             in_flight[name] -= 1
@@ -303,6 +332,9 @@ class PrivateStrategy(Strategy):
         num_steps: the number of rounds; by default, the number that the mechanism was made for.
         participation_is_seen: state ε for an observer who sees who takes part, with q = 1.
         reply_timeout: the number of seconds after which a round continues without missing replies.
+        round_seconds: the number of seconds from the beginning of one round to that of the next.
+            Without it a round ends with its last reply, so that users who look at the clock learn
+            how long others train. It needs `run`, and must be longer than `reply_timeout`.
         spend: a `Ledger`, which composes several runs that are fixed beforehand, or a `Budget` made
             with `unit="user"` and opened with its data. The server has no rows, so this data is a
             file that lists who is enrolled. A budget refuses a run that does not fit before any
@@ -335,13 +367,28 @@ class PrivateStrategy(Strategy):
         num_steps: int | None = None,
         participation_is_seen: bool = False,
         reply_timeout: float = 3600.0,
+        round_seconds: float | None = None,
         spend: Ledger | Budget | None = None,
         seed: int | None = None,
     ):
         _validate.instance_of(FederatedStep, step=step)
         _validate.open_unit_interval(delta=delta)
         _validate.positive(reply_timeout=reply_timeout)
+        if round_seconds is not None:
+            _validate.positive(round_seconds=round_seconds)
+            if round_seconds <= reply_timeout:
+                raise ValueError(
+                    f"round_seconds must be longer than reply_timeout, {reply_timeout:g}, got "
+                    f"{round_seconds:g}. Leave time for the server's own step."
+                )
         mechanism = step.mechanism
+        if isinstance(mechanism.sampling, FixedSizeSampling) and not participation_is_seen:
+            raise ValueError(
+                "with cohorts of a fixed size, users together know who else took part, so that "
+                "sampling does not amplify their privacy against each other, got "
+                "participation_is_seen=False. Pass participation_is_seen=True, or use "
+                "PoissonSampling."
+            )
         check_spend(mechanism, spend, None)
         total = mechanism.num_steps if num_steps is None else num_steps
         _validate.positive_integer(num_steps=total)
@@ -365,7 +412,12 @@ class PrivateStrategy(Strategy):
             self.budget.require_data()
         self.accounted = without_amplification(mechanism) if participation_is_seen else mechanism
         self._is_only_run = not isinstance(spend, Ledger)
-        self.ledger = ledger_for(mechanism.adjacency, spend if isinstance(spend, Ledger) else None)
+        self.ledger = ledger_for(
+            mechanism.adjacency,
+            spend if isinstance(spend, Ledger) else None,
+            mechanism.unit,
+            participation_is_seen=participation_is_seen,
+        )
         self._covers = (
             "this run"
             if self._is_only_run
@@ -375,6 +427,7 @@ class PrivateStrategy(Strategy):
         self._books = Books(self.accounted, self.budget or self.ledger, seeds=[seed])
         self._admit()
         self.participation_is_seen, self.reply_timeout = participation_is_seen, reply_timeout
+        self.round_seconds = round_seconds
         self.charged_steps = 0
         self._spent_after: dict[int, float] = {}
         self.unprivatized_replies: collections.Counter[str] = collections.Counter()
@@ -385,6 +438,8 @@ class PrivateStrategy(Strategy):
         self.users: tuple[int, ...] | None = None
         self._cohorts = iter(())
         self._tickets: dict[str, int] = {}
+        self._asked = 0
+        self._mutex = threading.Lock()
         if users is not None:
             self._fix_users(users)
 
@@ -430,10 +485,16 @@ class PrivateStrategy(Strategy):
         """
         self.summary()
         for number in range(1, len(self.alphas) + 1):
+            begun = time.monotonic()
             messages = self.configure_train(number, self.arrays, ConfigRecord(), grid)
             self.aggregate_train(number, exchange(grid, messages, self.reply_timeout))
             if on_step is not None:
                 on_step(self)
+            if self.round_seconds is not None:
+                left = begun + self.round_seconds - time.monotonic()
+                if left < 0:
+                    _log.warning("%s round %d took %.1f s too long", _OPERATOR, number, -left)
+                time.sleep(max(left, 0))
         return self.params
 
     def configure_train(
@@ -445,10 +506,16 @@ class PrivateStrategy(Strategy):
                 f"expected round {int(self.state.step) + 1} of {len(self.alphas)}, got "
                 f"{server_round}. A strategy runs once: make another with the same spend=."
             )
-        if server_round == 1 and arrays != self.arrays:
+        if server_round == self._asked and self.step.mechanism.noise.num_bands > 1:
             raise ValueError(
-                "a run starts from the params that the strategy was made with, got other arrays. "
-                "Start it with strategy.arrays."
+                f"round {server_round} was asked for twice: with correlated noise, a second cohort "
+                "in one round would move users' turns closer together than accounting assumes. "
+                "Make another strategy with the same spend=."
+            )
+        if arrays != self.arrays:
+            raise ValueError(
+                "a round starts from strategy.arrays, and the first one from the params that the "
+                "strategy was made with, got other arrays. Pass strategy.arrays."
             )
         users = self.users or self._wait(grid)
         if server_round == 1:
@@ -468,6 +535,7 @@ class PrivateStrategy(Strategy):
         slack = 1.0 if self.step.adaptive_clip is None else 2.0
         clip_norm = slack * float(self.state.clip_norm)
         messages = []
+        self._asked = server_round
         cohort = np.asarray(next(self._cohorts))
         for user in cohort[cohort != PADDING].tolist():
             # Only the node that received this message knows its ticket, whereas the metadata of a
@@ -492,6 +560,13 @@ class PrivateStrategy(Strategy):
 
         Everything returned may be released: it follows from the noisy sums and public data.
         """
+        # Two threads in one round would add its noise to two sums.
+        with self._mutex:
+            return self._aggregated(server_round, replies)
+
+    def _aggregated(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
         if server_round != int(self.state.step) + 1:
             raise ValueError(
                 f"expected the replies of round {int(self.state.step) + 1}, got {server_round}."
@@ -531,7 +606,7 @@ class PrivateStrategy(Strategy):
         the reply has a finite array of the right shape and dtype for every leaf.
         """
         counts: collections.Counter[str] = collections.Counter()
-        answers: dict[int, Message] = {}
+        answers: dict[int, tuple[str, Message]] = {}
         tickets, seen = self._tickets, set()
         self._tickets = {}
         for reply in replies:
@@ -545,11 +620,11 @@ class PrivateStrategy(Strategy):
                 counts["unsolicited"] += 1
             else:
                 seen.add(ticket)
-                answers[tickets[ticket]] = reply
+                answers[tickets[ticket]] = ticket, reply
         total = self.step.zero_sum(self.state)
-        for _, reply in sorted(answers.items()):
+        for _, (ticket, reply) in sorted(answers.items()):
             try:
-                delta = self._read(reply)
+                delta = self._read(reply, ticket)
             except ReplyError as error:
                 counts[error.reason] += 1
                 continue
@@ -571,10 +646,10 @@ class PrivateStrategy(Strategy):
             )
         return total
 
-    def _read(self, reply: Message) -> PyTree:
+    def _read(self, reply: Message, ticket: str) -> PyTree:
         like = self.step.zero_sum(self.state).total.zeros().delta
         try:
-            delta = from_arrays(reply.content.array_records[ARRAYS], like)
+            delta = from_arrays(reply.content.array_records[ARRAYS], like, ticket=ticket)
         except ReplyError:
             raise
         except Exception as error:
@@ -725,11 +800,13 @@ def client_app(
                 chosen.part(trained),
                 cast(float, config[CLIP_NORM]),
             )
-        except Exception:
+        except (Exception, SystemExit):
             # Flower would send the exception's message to the server.
             _log.exception("Training failed on this node; the server is told nothing more")
             return Message(Error(_FAILED, "training failed; see the node's log"), reply_to=message)
-        content = {ARRAYS: to_arrays(clipped), CONFIG: ConfigRecord({TICKET: config[TICKET]})}
+        ticket = cast(str, config[TICKET])
+        arrays = to_arrays(clipped, ticket=ticket)
+        content = {ARRAYS: arrays, CONFIG: ConfigRecord({TICKET: ticket})}
         return Message(RecordDict(content), reply_to=message)
 
     return app

@@ -139,6 +139,16 @@ class ExactSum:
                 "Make both with the same clip norm and parameters."
             )
         ours, theirs = self.leaves(), other.leaves()
+        shapes = [
+            (jax.tree.structure(one.high), [leaf.shape for leaf, _ in leaves])
+            for one, leaves in ((self, ours), (other, theirs))
+        ]
+        if shapes[0] != shapes[1]:
+            # One number that is spread over an array would count once for each of its numbers.
+            raise ValueError(
+                f"only sums of the same arrays can be added, got shapes {shapes[0][1]} and "
+                f"{shapes[1][1]}. Check what clients send."
+            )
         pairs = [added(one, two) for one, two in zip(ours, theirs, strict=True)]
         tree = jax.tree.structure(self.high)
         high, low = (jax.tree.unflatten(tree, part) for part in zip(*pairs, strict=True))

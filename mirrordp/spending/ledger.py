@@ -63,8 +63,19 @@ class Position(NamedTuple):
     head: str
 
 
+class Covers(NamedTuple):
+    """Whom a statement about ε protects: one record of this unit, and against whom."""
+
+    unit: str
+    participation_is_seen: bool
+
+    def __str__(self) -> str:
+        seen = "who see" if self.participation_is_seen else "who do not see"
+        return f"one {self.unit} against those {seen} who takes part"
+
+
 class Ledger:
-    """An append-only list of charged events under one adjacency.
+    """An append-only list of charged events under one adjacency, of runs that cover the same.
 
     Threads of one process may share it. A process that was forked off may not charge it, and it
     cannot be copied or pickled: what a copy is charged would be missing here.
@@ -72,6 +83,7 @@ class Ledger:
 
     def __init__(self, adjacency: Adjacency):
         self._adjacency = adjacency
+        self._covers: Covers | None = None
         self._blocks: list[tuple[DpEvent, int]] = []
         self._process = os.getpid()
         self.mutex = threading.RLock()
@@ -81,6 +93,24 @@ class Ledger:
     def adjacency(self) -> Adjacency:
         """The neighbours that ε refers to."""
         return self._adjacency
+
+    def require(self, covers: Covers) -> None:
+        """Raises unless the runs before cover the same; the first run decides.
+
+        ε of a run on examples says nothing about users, nor one whose participants are secret about
+        those who see them: a sum of both would be no statement at all.
+        """
+        with self.mutex:
+            if self._covers is None:
+                self._keep(covers)
+        if self._covers != covers:
+            raise ValueError(
+                f"all runs on one ledger cover the same, got a ledger that covers {self._covers} "
+                f"and a run that covers {covers}. Use another ledger."
+            )
+
+    def _keep(self, covers: Covers) -> None:
+        self._covers = covers
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
         """Appends an event; equal consecutive events are kept as one with a count.
@@ -157,8 +187,10 @@ class Ledger:
         )
 
 
-def ledger_for(adjacency: Adjacency, ledger: Ledger | None) -> Ledger:
-    """Returns the caller's ledger, if it has the same adjacency, or a new one."""
+def ledger_for(
+    adjacency: Adjacency, ledger: Ledger | None, unit: str, *, participation_is_seen: bool = False
+) -> Ledger:
+    """Returns the caller's ledger, if its runs cover the same as this one, or a new one."""
     if ledger is None:
         return Ledger(adjacency)
     _validate.instance_of(Ledger, ledger=ledger)
@@ -167,6 +199,7 @@ def ledger_for(adjacency: Adjacency, ledger: Ledger | None) -> Ledger:
             f"one ledger has one adjacency, got a ledger of {ledger.adjacency.value!r} and a "
             f"mechanism of {adjacency.value!r}. Use the same adjacency for all runs."
         )
+    ledger.require(Covers(unit, participation_is_seen))
     return ledger
 
 
@@ -437,12 +470,17 @@ class FileLedger(Ledger):
 
     def _take(self, record: dict[str, Any]) -> None:
         self._records.append(record)
+        if record["kind"] == "covers":
+            self._covers = Covers(str(record["unit"]), bool(record["participation_is_seen"]))
         if record["kind"] != "charge":
             return
         super().charge(event_from_dict(record["event"]))
         self._num_charges += 1
         if "run" in record:
             self._charged[str(record["run"])] = int(record["stop"])
+
+    def _keep(self, covers: Covers) -> None:
+        self.append("covers", covers._asdict())
 
     def close(self) -> None:
         """Unlocks the ledger."""

@@ -109,7 +109,8 @@ class Books:
         Raises:
             StorageError: if a folder cannot be used or the budget does not admit the run.
         """
-        ledger_for(mechanism.adjacency, spend if isinstance(spend, Ledger) else None)
+        ledger = spend if isinstance(spend, Ledger) else None
+        ledger_for(mechanism.adjacency, ledger, mechanism.unit)
         folder = None if checkpoint is None else checkpoint.open(mechanism.adjacency, spend)
         try:
             if spend is None:

@@ -750,7 +750,7 @@ class _Books:
     def opened(cls, search: _Search, mechanism: Mechanism, call: Call) -> "Iterator[_Books]":
         """Opens the folder and asks the budget; reads no row but to compare data."""
         adjacency, spend = mechanism.adjacency, call.spend
-        ledger_for(adjacency, spend if isinstance(spend, Ledger) else None)
+        ledger_for(adjacency, spend if isinstance(spend, Ledger) else None, mechanism.unit)
         folder = None if call.checkpoint is None else call.checkpoint.open(adjacency, spend)
         try:
             if spend is None:
