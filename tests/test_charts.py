@@ -331,8 +331,57 @@ def test_a_chart_without_public_rows_is_refused():
     step = mirrordp.TrainStep(
         loss, tools.mechanism(), optax.sgd(0.1), chart=other, trainable={"b": True, "w": False}
     )
-    with pytest.raises(ValueError, match="for 8 parameters, got 2"):
+    with pytest.raises(ValueError, match="arrays with sides"):
         next(mirrordp.train(step, START, PRIVATE, PUBLIC))
+
+
+def _refusals():
+    rng = np.random.default_rng(0)
+    known = mirrordp.PublicData(rng.normal(size=(20, 6)).astype("f4"))
+    made = {"w": rng.normal(size=(6, 4)).astype("f4")}
+    curvature = KroneckerMap.from_public(
+        lambda p, row: jnp.sum(jnp.tanh(row @ p["w"])), made, known
+    )
+    chart = updates.recentred()
+    return {
+        "another shape": (updates.kronecker(curvature), "arrays with sides"),
+        "a release of another shape": (
+            chart._replace(release=lambda c, mean: {"w": mean["w"][:1]}),
+            "a chart's release",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _refusals())
+def test_a_chart_that_does_not_fit_costs_nothing(name):
+    """It was refused after its first block of steps had been charged."""
+    chart, said = _refusals()[name]
+    mechanism = mirrordp.Mechanism(
+        sampling=FullBatch.of(10), l2_clip_norm=1.0, noise_multiplier=5.0, num_steps=4
+    )
+    step = mirrordp.TrainStep(
+        lambda p, row: jnp.sum(jnp.tanh(p["w"] @ row)), mechanism, optax.sgd(0.1), chart=chart
+    )
+    ledger = mirrordp.Ledger(mirrordp.Adjacency.ZERO_OUT)
+    rows = np.ones((10, 6), "f4")
+    start = {"w": np.ones((4, 6), "f4")}
+    with pytest.raises((ValueError, TypeError), match=said):
+        list(
+            mirrordp.train(
+                step, start, mirrordp.PrivateData(rows), mirrordp.PublicData(rows[:2] + 1),
+                spend=ledger,
+            )
+        )  # fmt: skip
+    assert ledger.epsilon(1e-3).epsilon == 0
+
+
+@pytest.mark.parametrize("factor", [1e39, 1e-39])
+def test_factors_that_float32_does_not_hold_are_refused(factor):
+    basis = SubspaceMap.from_directions(np.eye(8)[:4], 2)
+    with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
+        updates.embedded(basis, residual_weight=factor)
+    with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
+        updates.clipped_by_group({"w": min(factor, 1 / factor), "b": 1.0})
 
 
 def test_the_kronecker_chart_takes_the_mean_steps_of_the_mirror_map():

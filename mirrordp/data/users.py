@@ -60,7 +60,7 @@ class ClientData:
         _validate.positive_integer(max_examples_per_user=self.max_examples_per_user)
         object.__setattr__(self, "arrays", as_arrays(name, self.arrays))
         counts = np.array(self.num_examples)
-        if counts.dtype.kind not in "iu" or counts.size and counts.max() >= 2**31:
+        if counts.dtype.kind not in "iu" or (counts.size and counts.max() >= 2**31):
             raise ValueError(
                 f"{name} needs the number of rows of each user as whole numbers, got "
                 f"{counts.dtype}. {remark}".rstrip()

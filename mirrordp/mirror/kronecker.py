@@ -132,6 +132,15 @@ class KroneckerMap:
             shapes,
         )
 
+    def require(self, params: PyTree) -> None:
+        """Raises unless these are parameters of the shapes that the map was made for."""
+        found = tuple(_sides(leaf.shape) for leaf in jax.tree.leaves(params))
+        if found != self.shapes:
+            raise ValueError(
+                f"the map is for arrays with sides {self.shapes!s:.200}, got trained ones with "
+                f"{found!s:.200}. Build it with the same params and trainable."
+            )
+
     @property
     def num_params(self) -> int:
         """The length p of the parameter vector."""

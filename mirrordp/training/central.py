@@ -198,6 +198,29 @@ class TrainStep:
         )
         _isolation.check("the loss function", traced)
         warn_of_unused(traced, self.trainable.part(params))
+        if self.chart is not None:
+            self._check_chart(self.chart, params, example_of(private.arrays))
+
+    def _check_chart(self, chart: Chart, params: Params, example: PyTree) -> None:
+        """Traces the sum of a step, so that what does not fit fails before it is charged."""
+        kept = chart.init(self.trainable.part(params))
+
+        def released(params: Params, kept: Any, *rows: Any) -> PyTree:
+            state = TrainState(None, params, None, None, None, kept)  # pyright: ignore
+            total = self.zero_sum(state) + self.private_sum(state, *rows)
+            return chart.release(kept, self.mechanism.mean(total.total.floats()))
+
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), example
+        )
+        keys = jax.random.split(example_key(), 2)
+        found = jax.eval_shape(released, params, kept, batch, np.zeros(2, bool), keys)
+        expected = self.trainable.zero_sum(params)
+        if jax.tree.map(jnp.shape, found) != jax.tree.map(jnp.shape, expected):
+            raise ValueError(
+                "a chart's release must have the shapes of the trained parameters, got "
+                f"{jax.tree.map(jnp.shape, found)!s:.300}."
+            )
 
     def fitted(self, params: Params, private: PrivateData) -> Self:
         """Returns the step itself: `microbatch_size` alone decides what is in memory."""

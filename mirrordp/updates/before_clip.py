@@ -122,7 +122,7 @@ def kronecker(mirror_map: KroneckerMap) -> Chart:
     ]
 
     def init(part: PyTree) -> Turned:
-        _check_size(part, mirror_map.num_params)
+        mirror_map.require(part)
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(part))
         kept = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (blocks, c))
         return Turned(tuple(Turn(*block) for block in kept[0]), kept[1])
@@ -146,6 +146,14 @@ def kronecker(mirror_map: KroneckerMap) -> Chart:
         ),
         turns=lambda state: state.turns,
     )
+
+
+def _representable(**factors: float) -> None:
+    """Raises unless float32 holds each factor and its inverse: others drop all records, or none."""
+    _validate.positive("", **factors)
+    for name, factor in factors.items():
+        if not 1e-30 <= float(factor) <= 1e30:
+            raise ValueError(f"{name} must be between 1e-30 and 1e30, got {factor:g}.")
 
 
 def _unless_one(side: np.ndarray | None) -> np.ndarray | None:
@@ -178,8 +186,10 @@ def embedded(mirror_map: SubspaceMap, *, residual_weight: float = 1.0) -> Chart:
     _validate.instance_of(
         SubspaceMap, "Use SubspaceMap.from_directions(...).", mirror_map=mirror_map
     )
-    _validate.positive(residual_weight=residual_weight)
+    _representable(residual_weight=residual_weight)
     basis = np.asarray(mirror_map.basis)
+    if not np.isfinite(basis).all():
+        raise ValueError("the basis of a SubspaceMap must hold finite numbers, got others.")
 
     def init(part: PyTree) -> tuple[jax.Array, ...]:
         _check_size(part, mirror_map.num_params)
@@ -247,6 +257,8 @@ def clipped_by_group(norms: Mapping[str, float]) -> Chart:
         _validate.positive("", **{f"norms[{name!r}]": norm})
     limits = {name: float(norm) for name, norm in norms.items()}
     size = float(np.sqrt(np.mean(np.square(list(limits.values())))))
+    for name, limit in limits.items():
+        _representable(**{f"norms[{name!r}] in units of their root mean square": limit / size})
 
     def init(part: PyTree) -> jax.Array:
         names = children(part)
