@@ -431,6 +431,26 @@ class TestNetwork:
         public = float(np.sqrt(np.mean((model.public_scorer_(test[0])[:, 0] - test[1]) ** 2)))
         assert rmse(model, *test) < 1.05 * public
 
+    @pytest.mark.parametrize(("excess", "rows"), [(3.0, 2000), (0.5, 2000), (3.0, 10)])
+    def test_scores_that_are_too_sure_are_shrunk_by_public_rows(self, excess, rows):
+        """Clipped gradients make such scores. Others stay, and few public rows say little."""
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(5 * rows, 3))
+        y = (rng.uniform(size=5 * rows) < 1 / (1 + np.exp(-2 * x[:, 0]))).astype(float)
+        start = _network.Start.of(LOGISTIC, Rows(x, y[:, None]))
+        (true,) = [np.zeros((len(start.network.skip), 1))]
+        true[0] = 2 * excess
+        layers = tuple((0 * weights, 0 * bias) for weights, bias in start.network.layers)
+        network = dataclasses.replace(start.network, layers=layers, skip=true)
+        found = _network._tempered(start, network)
+        expected = {(3.0, 2000): 3.0, (0.5, 2000): 1.0}.get((excess, rows))
+        temperature = true[0] / found.skip[0]
+        if expected is None:
+            assert 1 <= temperature < 3
+        else:
+            np.testing.assert_allclose(temperature, expected, rtol=0.15)
+        assert (found.layers[0][0] == layers[0][0]).all()
+
     def test_stored_and_read(self, fitted, tables):
         scorer = fitted[0].scorer_
         x = tables[2][0]

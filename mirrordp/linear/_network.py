@@ -14,7 +14,7 @@ from mirrordp.data.sources import computed_columns
 from mirrordp.linear._noting import tell
 from mirrordp.linear._planning import Scaling
 from mirrordp.linear.descent import Rows
-from mirrordp.mirror.families import SQUARED_ERROR, Family
+from mirrordp.mirror.families import CUMULATIVE, LOGISTIC, MULTINOMIAL, SQUARED_ERROR, Family
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
@@ -274,4 +274,28 @@ def train_privately(
     for last in states:
         tell(f"step {last[1].step} of {mechanism.num_steps}")
     assert last is not None
-    return _with(network, last[0].params)
+    return _tempered(start, _with(network, last[0].params))
+
+
+def _tempered(start: Start, network: NetworkScorer) -> NetworkScorer:
+    """Divides scores of classes by the temperature T ≥ 1 that is best on held-out public rows.
+
+    Clipped gradients know the direction of a loss and not where it ends: rows that are predicted
+    well pull a network on as hard as the others, until it is too sure of itself. T is
+    post-processing and public. With few public rows it stays near one, by a prior
+    log T ~ N(0, 1/4).
+    """
+    if start.family not in (LOGISTIC, MULTINOMIAL, CUMULATIVE):
+        return network
+    x, targets, weights = (np.asarray(array, np.float64) for array in start.held_out)
+    z = inputs(np, x, network.cut, network.edges)
+    scores = forward(np, network.layers, network.skip, z)
+    temperatures = np.geomspace(1.0, 10.0, 47)
+
+    def minus_log_posterior(temperature: float) -> float:
+        losses = start.family.loss(scores / temperature, targets)
+        return float(np.sum(weights * losses)) + 2 * np.log(temperature) ** 2
+
+    best = min(temperatures, key=minus_log_posterior)
+    layers = (*network.layers[:-1], tuple(part / best for part in network.layers[-1]))
+    return dataclasses.replace(network, layers=layers, skip=network.skip / best)

@@ -9,7 +9,8 @@ of the same inputs add up to the scores:
 
 Training is warm: the network first learns from public rows, with early stopping on some of them
 that are held out, and then goes on from there under differential privacy (PDA-DPMD by Adam, with
-the public gradient weighted as the public rows are among all rows).
+the public gradient weighted as the public rows are among all rows). Scores of classes are then
+divided by a temperature from the held-out public rows, since clipping makes networks too sure.
 """
 
 import dataclasses
