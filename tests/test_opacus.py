@@ -51,6 +51,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:PrivacyEngine detected new dataset object"),
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+    # All tests have one seed.
+    pytest.mark.filterwarnings("ignore:a step has the same noise as a step of another run"),
 ]
 
 
@@ -74,8 +76,9 @@ PUBLIC = rows(12, seed=1)
 
 
 def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.random.fork_rng():  # the noise goes on
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def private(
@@ -1155,19 +1158,15 @@ def test_records_have_one_row_each(mode, times):
     else:
         x, y = x[:4], y[:4]
     backward(made, (x, y))
-    with pytest.raises(RuntimeError, match=f"of the 8 rows.*of {int(8 * times)} rows"):
+    with pytest.raises(RuntimeError, match="one row for each record") as refused:
         made.optimizer.step()
+    assert not any(c.isdigit() for c in str(refused.value))  # the size of the batch is private
     assert made.optimizer.charged_steps == 0
 
 
 def test_random_rows_in_empty_batches():
-    made = mixed(alpha=1.0, rand_on_empty=True, data=(rows()[0], torch.ones(ROWS).long()))
-    made.loader.batch_sampler.sample_rate = 1e-9
-    made.loader.collate_fn([(torch.zeros(3), torch.tensor(1))])
-    train(made, 2, public=False)
-    for _ in in_parts(made, 2):
-        pass
-    assert made.optimizer.charged_steps == 6
+    with pytest.raises(ValueError, match="rand_on_empty"):
+        mixed(alpha=1.0, rand_on_empty=True)
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -1248,7 +1247,7 @@ def test_layers_that_see_other_rows():
     made = mixed(alpha=1.0, module=Flattens(), **options)
     batch = next(iter(made.loader))
     backward(made, batch)
-    with pytest.raises(RuntimeError, match=f"got those of {2 * len(batch[0])} rows"):
+    with pytest.raises(RuntimeError, match="one row for each record"):
         made.optimizer.step()
     assert made.optimizer.charged_steps == 0
 
@@ -1295,7 +1294,8 @@ class Programs:
         torch.manual_seed(seed)
         mode = self.random.choice(["hooks", "functorch", "ghost"])
         # Ghost clipping allows several calls of the second kind of layer.
-        layer = self.random.choice([nn.Linear(self.size, 1, bias=False), Decoder(None)])
+        kind = self.random.choice([nn.Linear, opacus.layers.dp_rnn.RNNLinear])
+        layer = kind(self.size, 1, bias=False)
         layer.weight = nn.Parameter(torch.zeros(1, self.size))
         self.alphas = [float(self.random.random() < 0.8) for _ in range(60)]
         options = {"criterion": self.Loss()} if mode == "ghost" else {}
@@ -1511,14 +1511,14 @@ class TiedInForward(nn.Module):
         return F.linear(self.embed(x).mean(1), self.embed.weight)
 
 
-class TiedByClosure(nn.Module):
+class TiedByHook(nn.Module):
     """The second layer uses the weight of the first one, which is not among its parameters."""
 
     def __init__(self):
         super().__init__()
-        self.embed, self.scale = nn.Embedding(5, 3), Decoder(nn.Parameter(torch.ones(5, 3)))
+        self.embed, self.scale = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
         weight = self.embed.weight
-        self.scale.forward = lambda x: F.linear(x, self.scale.weight * weight)
+        self.scale.register_forward_hook(lambda layer, given, output: output * weight.sum())
 
     def forward(self, x):
         return self.scale(self.embed(x).mean(1))
@@ -1530,9 +1530,11 @@ def tokens():
 
 
 def test_tied_weights():
-    with pytest.raises(ValueError, match=r"embed.weight in several.*'hooks'"):
-        mixed("ghost", module=Tied(), data=tokens())
-    for module in (TiedInForward(), TiedByClosure()):
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 3), nn.Linear(3, 5))
+    tied[3].weight = tied[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight in several.*'hooks'"):
+        mixed("ghost", module=tied, data=tokens())
+    for module in (TiedInForward(), TiedByHook()):
         made = mixed("ghost", 1.0, module=module, data=tokens())
         with pytest.raises(ValueError, match=r"parameter embed.weight only by the layer"):
             backward(made, next(iter(made.loader)))
@@ -1545,7 +1547,10 @@ def test_a_penalty_in_the_loss():
     made = mixed("ghost", 1.0)
     x, y = next(iter(made.loader))
     penalty = sum(p.pow(2).sum() for p in made.module.parameters())
-    loss = made.criterion(made.module(x), y) + 0.1 * penalty
+    losses = made.criterion(made.module(x), y)
+    with pytest.raises(ValueError, match=r"penalty.*weight_decay"):
+        losses + 0.1 * penalty
+    loss = losses + 0.1 * penalty.expand(len(x)).clone()
     with pytest.raises(ValueError, match=r"penalty.*weight_decay"):
         loss.backward()
     with pytest.raises(RuntimeError, match="backward pass with ghost clipping"):
@@ -1666,6 +1671,441 @@ def test_other_optimizers_clip_as_before():
     made = private("ghost")
     train(made, 2, public=False)
     assert all(p.grad is not None for p in made.optimizer.params)
+
+
+# What has noise, and which.
+
+
+@pytest.mark.parametrize("shift", [0, 50])
+@pytest.mark.parametrize("own", [False, True])
+def test_noise_is_not_used_again_after_a_resume(shift, own):
+    def run(state=None):
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(6) if own else None
+        made = mixed(alpha=1.0, noise_generator=generator)
+        if state is not None:
+            made.optimizer.load_state_dict(state)
+            torch.rand(shift, generator=generator)  # what else a script may draw
+        train(made, 1, public=False)
+        return made
+
+    state = run().optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="new noise for each step"):
+        run(state)
+    torch.manual_seed(7)
+    resumed = mixed(alpha=1.0)
+    resumed.optimizer.load_state_dict(state)
+    train(resumed, 2, public=False)
+    assert resumed.optimizer.charged_steps == 3
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_seed_in_each_epoch_is_refused(mode):
+    made = mixed(mode, alpha=1.0)
+    torch.manual_seed(5)
+    train(made, 4, public=False)
+    torch.manual_seed(5)
+    before = params(made)
+    with pytest.raises(RuntimeError, match="new noise for each step"):
+        train(made, 1, public=False)
+    assert same(before, params(made))
+    assert made.optimizer.charged_steps == 4
+    torch.manual_seed(6)
+    train(made, 1, public=False)
+
+
+def test_runs_with_one_seed():
+    def run(seed, **options):
+        made = mixed(
+            alpha=1.0, data=rows(seed=seed),
+            noise_generator=torch.Generator().manual_seed(7), **options,
+        )  # fmt: skip
+        return train(made, 1, public=False)
+
+    run(3)
+    with pytest.warns(RuntimeWarning, match="do not release both"):
+        run(4)
+    # What one ledger states covers both.
+    ledger = Ledger(Adjacency.ZERO_OUT)
+    run(3, spend=ledger)
+    with pytest.raises(RuntimeError, match="new noise for each step"):
+        run(4, spend=ledger)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_noise_and_sampling_have_other_seeds(is_global):
+    torch.manual_seed(42)
+
+    def make(seed):
+        made = private(noise_generator=torch.Generator().manual_seed(seed))
+        if not is_global:
+            made.loader.batch_sampler.generator = torch.Generator().manual_seed(42)
+        return made
+
+    with pytest.raises(ValueError, match="two generators with the same seed"):
+        mixed(made=make(42))
+    made = mixed(alpha=1.0, made=make(43))
+    train(made, 1, public=False)
+    made.optimizer.generator.manual_seed(42)
+    with pytest.raises(ValueError, match="two generators with the same seed"):
+        train(made, 1, public=False)
+    assert made.optimizer.charged_steps == 1
+
+
+# What couples rows, or keeps something of them without noise.
+
+
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class RunningSum(RunningMean):
+    def forward(self, x):
+        self.mean.add_(x.detach().sum(0))
+        return x
+
+
+def normed():
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), norm, nn.Flatten())
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.BatchNorm1d(3, affine=False), "BatchNorm1d in training mode"),
+        (lambda: nn.BatchNorm1d(3).requires_grad_(False), "BatchNorm1d in training mode"),
+        (normed, "InstanceNorm1d with running statistics"),
+        (RunningMean, r"changed 0\.mean"),
+        (RunningSum, r"changed 0\.mean"),
+    ],
+)
+def test_layers_that_keep_something_of_private_rows(mode, make, message):
+    made = mixed(mode, 1.0, module=nn.Sequential(make(), nn.Linear(3, 2)))
+    batch = next(iter(made.loader))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        backward(made, batch)
+    with pytest.raises(RuntimeError):
+        made.optimizer.step()
+    with made.optimizer.public_pass():
+        made.module(PUBLIC[0])
+    assert made.optimizer.charged_steps == 0
+
+
+def test_a_frozen_body_in_evaluation_mode():
+    body = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).requires_grad_(False)
+    made = mixed(module=nn.Sequential(body, nn.Linear(3, 2)))
+    body.eval()
+    before = copy.deepcopy(body.state_dict())
+    train(made, 2)
+    assert same(before.values(), body.state_dict().values())
+
+
+def test_embeddings_of_bounded_norm():
+    module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Flatten(), nn.Linear(9, 5))
+    made = mixed(module=module, data=tokens())
+    with pytest.raises(ValueError, match="max_norm"):
+        backward(made, next(iter(made.loader)))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("kind", ["DPLSTM", "DPGRU", "DPRNN"])
+def test_packed_sequences(mode, kind):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = getattr(opacus.layers, kind)(1, 2, batch_first=True)
+            self.out = nn.Linear(2, 2)
+
+        def forward(self, x, lengths, enforce_sorted):
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=enforce_sorted
+            )
+            hidden = self.rnn(packed)[1]
+            return self.out((hidden[0] if isinstance(hidden, tuple) else hidden)[-1])
+
+    data = torch.ones(8, 4, 1), torch.zeros(8).long()
+    made = mixed(mode, 1.0, module=Packed(), data=data, batch=8)
+    x, y = next(iter(made.loader))
+    lengths = torch.arange(8) % 3 + 1
+    with pytest.raises(ValueError, match="in the order of the batch"):
+        made.module(x, lengths, False)
+    lengths = lengths.sort(descending=True)[0]
+    made.criterion(made.module(x, lengths, True), y).backward()
+    made.optimizer.step()
+    assert made.optimizer.charged_steps == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_public_rows_in_the_private_loss(mode):
+    made = mixed(mode, 1.0)
+    x, y = next(iter(made.loader))
+    public = rows(len(x), seed=8)
+    loss = made.criterion(made.module(x), y) + made.criterion(made.module(public[0]), public[1])
+    loss.backward()
+    with pytest.raises(RuntimeError, match="those of further tensors too"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+def test_rows_of_another_private_loader():
+    made, other = mixed(), mixed(data=rows(seed=9))
+    x, y = next(iter(made.loader))
+    foreign, labels = next(iter(other.loader))
+    with pytest.raises(RuntimeError, match="rows of another private loader"):
+        made.module(foreign)
+    with pytest.raises(ValueError, match="rows that the private loader yielded"):
+        made.optimizer.public_step(lambda: F.cross_entropy(made.module(foreign), labels))
+    backward(made, (x, y))
+    made.optimizer.public_step(lambda: public_loss(made))
+    made.optimizer.step()
+
+
+def test_the_data_of_the_private_loader_is_not_public():
+    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    module = network()
+    made = opacus.PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=loader,
+        noise_multiplier=SIGMA, max_grad_norm=CLIP,
+    )  # fmt: skip
+    with_public_gradient(made[1], made[0], made[2], alpha=0.5)
+    with pytest.raises(ValueError, match="another data set"):
+        public_batches(loader)
+    with pytest.raises(ValueError, match="another data set"):
+        warm_start(network(), batch_loss, loader)
+
+
+# What ghost clipping does not clip.
+
+
+def test_terms_of_a_loss_that_are_not_one_per_row():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.decode = nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            hidden = self.encode(x)
+            return self.decode(hidden), hidden
+
+    for combine in (
+        lambda loss, term: loss + term.mean(),
+        lambda loss, term: term.mean() + loss,
+        lambda loss, term: loss - term.mean(),
+        lambda loss, term: loss * term.mean(),
+        lambda loss, term: loss / term.mean(),
+        lambda loss, term: loss + term.mean().expand(len(term)),
+    ):
+        made = mixed("ghost", 1.0, module=Encoder())
+        x, y = next(iter(made.loader))
+        outputs, hidden = made.module(x)
+        with pytest.raises(ValueError, match="one for each row"):
+            combine(made.criterion(outputs, y), hidden.square().sum(1))
+    (made.criterion(outputs, y) + hidden.square().sum(1)).backward()
+    made.optimizer.step()
+    assert made.optimizer.charged_steps == 1
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Product,
+        lambda: nn.EmbeddingBag(5, 2, mode="sum"),
+        lambda: nn.Conv1d(1, 1, 3, padding=1, padding_mode="circular"),
+        lambda: nn.Embedding(5, 2, scale_grad_by_freq=True),
+        nn.PReLU,
+    ],
+)
+def test_layers_whose_norms_are_not_known(make):
+    with pytest.raises(ValueError, match=r"norms ghost clipping is known.*'hooks'"):
+        mixed("ghost", module=nn.Sequential(nn.Linear(3, 3), make()))
+    mixed("hooks", module=nn.Sequential(nn.Linear(3, 3), make()))
+
+
+def test_layers_whose_settings_change():
+    module = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten())
+    made = mixed("ghost", 1.0, module=module)
+    train(made, 1, public=False)
+    module[1].padding_mode = "replicate"
+    with pytest.raises(ValueError, match="norms ghost clipping is known"):
+        train(made, 1, public=False)
+
+
+class Difference(nn.Module):
+    """Subtracts the output at the second position from that at the first one."""
+
+    def forward(self, x):
+        return (x[:, 0] - x[:, 1]).squeeze(1)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e6])
+def test_norms_of_positions_that_cancel(has_bias, size):
+    module = nn.Sequential(nn.Linear(1, 1, bias=has_bias), Difference())
+    nn.init.ones_(module[0].weight)
+    x, y = torch.zeros(8, 2, 1), torch.zeros(8)
+    x[3, 0], x[3, 1] = size + 50, size
+    settings = {"batch": 8, "noise": 1e-9, "rate": 0.0, "criterion": nn.MSELoss()}
+    made = mixed("ghost", 1.0, module=module, data=(x, y), **settings)
+    train(made, 1, public=False)
+    assert influence(made) <= 1.001
+
+
+def test_ghost_clipping_in_mixed_precision():
+    made = mixed("ghost", 1.0)
+    x, _ = next(iter(made.loader))
+    with torch.autocast("cpu", torch.bfloat16):
+        with made.optimizer.public_pass():
+            made.module(PUBLIC[0])
+        with pytest.raises(RuntimeError, match="ghost clipping in full precision"):
+            made.module(x)
+
+
+# What else is not clipped, not charged or kept.
+
+
+def test_parameters_that_are_frozen_before_the_step():
+    module = network()
+    made = mixed(alpha=1.0, module=module)
+    backward(made, next(iter(made.loader)))
+    before = module[0].weight.detach().clone()
+    module[0].requires_grad_(False)
+    made.optimizer.step()
+    assert torch.equal(before, module[0].weight)
+    assert made.optimizer.charged_steps == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_of_another_optimizer(late):
+    module = network()
+    if late:
+        module[0].requires_grad_(False)
+    made = private(module=module)
+    made.optimizer.param_groups[0]["params"] = list(module[2].parameters())
+    if late:
+        mixed(made=made)
+        module[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"others besides: 0\.weight, 0\.bias"):
+            train(made, 1)
+        return
+    with pytest.raises(ValueError, match=r"without 0\.weight, 0\.bias"):
+        mixed(made=made)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_rows_are_clipped_in_full_precision(clipping):
+    x, y = torch.ones(257, 1), torch.full((257,), 100.0)
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    options = {"clipping": "per_layer", "max_grad_norm": [CLIP]} if clipping != "flat" else {}
+    settings = {"batch": 257, "noise": 1e-9, "rate": 0.0}
+    made = mixed(alpha=1.0, module=module, data=(x, y), **settings, **options)
+    x, y = next(iter(made.loader))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = made.module(x)
+    F.mse_loss(outputs.float().squeeze(1), y).backward()
+    made.optimizer.step()
+    assert influence(made) == pytest.approx(257, rel=1e-4)
+
+
+def test_parameters_of_half_precision():
+    with pytest.raises(ValueError, match="32 binary digits"):
+        mixed(module=network().bfloat16())
+
+
+def test_the_sampling_rate_of_random_numbers():
+    # 1 / 30 in 24 binary digits is a little more.
+    made = mixed(alpha=1.0, data=rows(300))
+    train(made, 1, public=False)
+    found = made.optimizer._mixing.books.charges[-1].sampling_prob
+    assert found == (2**24 // 30 + 1) / 2**24 > 1 / 30
+    # And where only Opacus' accountant knows of a step.
+    train(private(engine=made.engine, data=rows(300)), 1, public=False)
+    assert made.optimizer.state_dict()["mirrordp"]["charges"] == [[SIGMA, found, 2]]
+
+
+def test_empty_batches_of_a_distributed_sampler(monkeypatch):
+    kind = opacus.utils.uniform_sampler.DistributedUniformWithReplacementSampler
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+    def rate(count):
+        made = private(data=rows(count))
+        sampler = kind(total_size=count, sample_rate=0.25)
+        object.__setattr__(made.loader, "batch_sampler", sampler)
+        return mixed(made=made).optimizer._mixing.books.sampling_prob
+
+    with pytest.raises(ValueError, match="next to never empty"):
+        rate(40)
+    assert 0.25 < rate(140) < 0.25 + 1e-8
+
+
+def test_the_divisor_is_fixed():
+    made = mixed()
+    batch = next(iter(made.loader))
+    made.optimizer.expected_batch_size = len(batch[0]) + 100
+    backward(made, batch)
+    made.optimizer.public_step(lambda: public_loss(made))
+    with pytest.raises(RuntimeError, match="expected_batch_size of make_private, 10"):
+        made.optimizer.step()
+    assert made.optimizer.charged_steps == 0
+
+
+def test_gradient_scalers_are_refused():
+    made = mixed(alpha=1.0)
+    x, y = next(iter(made.loader))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(made.criterion(made.module(x), y)).backward()
+    with pytest.raises(RuntimeError, match="gradient scaler"):
+        scaler.step(made.optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(made.optimizer)
+    assert made.optimizer.charged_steps == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_nothing_of_single_rows_is_saved(mode, tmp_path):
+    made = mixed(mode, 1.0)
+    train(made, 1, public=False)
+    for number, make in enumerate(
+        (
+            lambda: made.module,
+            lambda: made.optimizer.params,
+            lambda: made.module.to_standard_module(),
+        )
+    ):
+        torch.save(make(), tmp_path / str(number))
+        loaded = torch.load(tmp_path / str(number), weights_only=False)
+        found = loaded if isinstance(loaded, list) else loaded.parameters()
+        for name in ("grad_sample", "_norm_sample", "summed_grad", "_current_grad_sample"):
+            assert all(getattr(param, name, None) is None for param in found)
+        assert getattr(loaded, "_per_sample_gradient_norms", None) is None
+    # The last one is an ordinary module.
+    copy.deepcopy(loaded)(PUBLIC[0]).sum().backward()
+
+
+def test_a_forward_pass_that_waits():
+    made = mixed(alpha=1.0)
+    x, y = next(iter(made.loader))
+    made.module(x)
+    made.criterion(made.module(x), y).backward()
+    with pytest.raises(RuntimeError, match="forward pass that waits"):
+        made.optimizer.step()
 
 
 # Resuming.

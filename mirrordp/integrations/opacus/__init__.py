@@ -19,10 +19,11 @@ number as add-remove.
 `warm_start` pre-trains a module on public rows.
 """
 
-# The files, in the order of a step: `_batches` knows which batch rows are of, `_passes` which rows
-# are in a gradient, `_ghost` that it is clipped, `_optimizer` takes the step, `_charges` charges
-# it, `_report` sums up. `_public` and `_warm_start` are for public rows. Here is what is refused
-# before the first step.
+# The files, in the order of a step: `_batches` knows which batch rows are of, `_layers` which
+# layers treat rows one by one, `_passes` which rows are in a gradient, `_ghost` that it is clipped,
+# `_optimizer` takes the step, `_charges` charges it, `_noise` knows that its noise is new,
+# `_report` sums up. `_public` and `_warm_start` are for public rows. Here is what is refused before
+# the first step.
 
 import collections
 import dataclasses
@@ -48,6 +49,8 @@ except ImportError as error:
 from mirrordp import _validate
 from mirrordp.integrations.opacus._batches import draws_of
 from mirrordp.integrations.opacus._charges import Books, Charge
+from mirrordp.integrations.opacus._layers import use_safe_norms
+from mirrordp.integrations.opacus._noise import Noises, check_seeds
 from mirrordp.integrations.opacus._optimizer import (
     Mixing,
     PublicGradientOptimizer,
@@ -145,7 +148,14 @@ def with_public_gradient(
         spend or Ledger(Adjacency.ZERO_OUT), accountant, rate, draws, is_shared=spend is not None
     )
     passes = Passes(module, draws, optimizer.params)
-    mixing = Mixing(alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books, passes)
+    passes.check_layers()
+    check_seeds(optimizer, draws)
+    if isinstance(module, GradSampleHooksFastGradientClipping):
+        use_safe_norms(module)
+    mixing = Mixing(
+        alphas, scale_noise, noisy_clip_norm, num_steps, num_examples, books, passes,
+        Noises(books.spend), optimizer.expected_batch_size,
+    )  # fmt: skip
     if isinstance(spend, Budget):
         _admit(spend, optimizer, mixing)
     kind = type(optimizer)
@@ -203,6 +213,21 @@ def _check_module(module: Any, optimizer: DPOptimizer) -> None:
         raise ValueError(
             "expected an optimiser of the module's parameters, got one of others. Pass module, "
             "optimiser and loader of the same make_private call."
+        )
+    trained = {id(param) for param in optimizer.params}
+    named = cast(torch.nn.Module, module._module).named_parameters()
+    others = [name for name, param in named if param.requires_grad and id(param) not in trained]
+    if others and not isinstance(module, GradSampleHooksFastGradientClipping):
+        raise ValueError(
+            "expected an optimiser of all parameters of the module that are not frozen, got one "
+            f"without {', '.join(others)}, whose gradients have no noise. Set requires_grad to "
+            "False for them before make_private, or pass them to the optimiser too, in a group "
+            "with another learning rate for example."
+        )
+    if any(param.dtype not in (torch.float32, torch.float64) for param in optimizer.params):
+        raise ValueError(
+            "expected parameters of at least 32 binary digits, got parameters of half precision, "
+            "in which neither norms nor noise are as accounted for. Use float32 and torch.autocast."
         )
 
 

@@ -7,6 +7,7 @@ whose rows it was given. `Draws.use` then allows one step for each batch.
 """
 
 import collections
+import contextlib
 import functools
 import math
 import weakref
@@ -39,6 +40,14 @@ class Part(NamedTuple):
 
 # What has been yielded before the first batch; no step may use it.
 NOTHING = Part(0, 0, 0, True)
+# The draws of every tensor that a private loader has yielded.
+_OWNERS = WeakTensorKeyDictionary()
+# The data sets of private and of public loaders, by id.
+_DATA: dict[bool, weakref.WeakValueDictionary[int, Any]] = {
+    is_private: weakref.WeakValueDictionary() for is_private in (True, False)
+}
+# The largest probability of a local batch without rows that a distributed sampler may have.
+_LARGEST_GAP = 1e-8
 
 
 def check_order(part: Part, before: Part | None) -> None:
@@ -73,11 +82,10 @@ class Draws:
     order of the batches, and what was passed over is gone.
     """
 
-    def __init__(self, rows_if_empty: int) -> None:
-        self.largest_rate = 0.0
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.largest_rate = sampler, _rate(sampler)
         self.latest = NOTHING
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._rows_if_empty = rows_if_empty
         self._batches = self._yielded = 0
         # Drawn in the pass that begins, but not yet yielded: workers fetch batches in advance.
         self.waiting: collections.deque[Part] = collections.deque()
@@ -91,14 +99,14 @@ class Draws:
         """Yields the batches of a sampler, or parts of them, each noted when it is drawn."""
         for batch in batches:
             self._batches += 1
-            self.largest_rate = max(self.largest_rate, float(sampler.sample_rate))
+            self.largest_rate = max(self.largest_rate, _rate(sampler))
             parts = [batch]
             if max_rows is not None:  # as Opacus divides them
                 count = max(1, math.ceil(len(batch) / max_rows))
                 parts = [part.tolist() for part in np.array_split(batch, count)]
             for position, part in enumerate(parts):
-                rows, is_last = len(part) or self._rows_if_empty, position == len(parts) - 1
-                waiting.append(Part(self._batches, position, rows, is_last))
+                is_last = position == len(parts) - 1
+                waiting.append(Part(self._batches, position, len(part), is_last))
                 yield part
 
     def follow(self, begin: Callable[[], Any]) -> Iterator[Any]:
@@ -121,7 +129,7 @@ class Draws:
                 self._yielded += 1
                 self.latest = waiting.popleft()._replace(number=self._yielded)
                 for tensor in _tensors(batch):
-                    self._marks[tensor] = self.latest
+                    self._marks[tensor], _OWNERS[tensor] = self.latest, self
                 yield batch
             raise RuntimeError(
                 "expected one pass over the private loader at a time, got another one "
@@ -137,6 +145,12 @@ class Draws:
 
     def rows(self, inputs: Any) -> set[Rows]:
         """Returns the rows that a forward pass with these inputs is given; of one part normally."""
+        if any(_OWNERS.get(tensor, self) is not self for tensor in _tensors(inputs)):
+            raise RuntimeError(
+                "expected rows of the private loader that was given to with_public_gradient, got "
+                "rows of another private loader, which would not be charged there. Take separate "
+                "steps, each with the optimiser and the loader of one make_private call."
+            )
         marked = self.marked(inputs)
         return {Rows(part, not marked, self.latest.number) for part in marked or {self.latest}}
 
@@ -153,6 +167,14 @@ class Draws:
                 "which a record may appear more than once. Compute the loss of each step from "
                 "forward passes on one batch; use BatchMemoryManager for a larger one."
             )
+        if len({each.is_copy for each in rows}) > 1:
+            raise RuntimeError(
+                "expected gradients of the rows that the private loader yielded, got those of "
+                "further tensors too. A row is clipped together with the row of the same number "
+                "in each forward pass, so both must be of one record. Use public rows in "
+                "public_step; for views of the private rows, call the model once with all of "
+                "them, or with copies (x.clone()) of the loader's tensors."
+            )
         before = self._passed if any(each.is_copy for each in rows) else self._used
         if not parts or max(parts).number <= before:
             raise RuntimeError(
@@ -166,6 +188,43 @@ class Draws:
         self._used = part.number
         self._passed = max(self._passed, *(each.newest for each in rows))
         return part
+
+
+def on_grid(rate: float) -> float:
+    """Returns the probability with which torch.rand, of 24 binary digits, is below a rate."""
+    return min(1.0, math.ceil(rate * 2**24) / 2**24)
+
+
+def _rate(sampler: Any) -> float:
+    """Returns the probability that a batch of a sampler has a record."""
+    rate = on_grid(float(sampler.sample_rate))
+    if not isinstance(sampler, DistributedUniformWithReplacementSampler):
+        return rate
+    # It passes over batches of its process without rows, after which others are more likely.
+    empty = (1 - rate) ** sampler.num_samples
+    if empty > _LARGEST_GAP:
+        raise ValueError(
+            f"expected batches that are next to never empty in any process, since Opacus' "
+            f"distributed sampler leaves out empty ones, got a probability of {empty:.2g}. Use a "
+            "larger batch_size, of at least 20 rows for each process, or fewer processes."
+        )
+    return min(1.0, rate / (1 - empty))
+
+
+def check_data(data: Any, *, is_private: bool) -> None:
+    """Raises if a data set is used as private and as public rows."""
+    if _DATA[not is_private].get(id(data)) is data:
+        raise ValueError(
+            "expected public rows in another data set than the private rows, got the same data "
+            "set for both. Make a data set of rows that are public."
+        )
+    with contextlib.suppress(TypeError):  # such as a list, which has no weak references
+        _DATA[is_private][id(data)] = data
+
+
+def is_private(inputs: Any) -> bool:
+    """Whether some tensors are just as a private loader yielded them."""
+    return any(tensor in _OWNERS for tensor in _tensors(inputs))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -250,14 +309,21 @@ def draws_of(loader: torch.utils.data.DataLoader) -> tuple[Draws, int]:
     if isinstance(sampler, BatchSplittingSampler):
         sampler = sampler.sampler
     if type(sampler) in _RECORDING:
+        if getattr(loader.collate_fn, "rand_on_empty", False):
+            raise ValueError(
+                "expected batches of records only, got rand_on_empty=True, which puts a random row "
+                "into an empty batch. Call make_private without it; empty batches are fine."
+            )
+        draws = Draws(sampler)
         # The object stays the same, since BatchMemoryManager may hold it.
         sampler.__class__ = _RECORDING[type(sampler)]
-        sampler.draws = Draws(int(getattr(loader.collate_fn, "rand_on_empty", False)))
+        sampler.draws = draws
     if type(sampler) not in _RECORDING.values():
         raise ValueError(
             f"expected a loader with Poisson sampling, which epsilon is computed for, got one "
             f"with {type(sampler).__name__}. Use the loader that PrivacyEngine.make_private "
             "returns with poisson_sampling=True, its default."
         )
+    check_data(loader.dataset, is_private=True)
     _follow(loader)
     return sampler.draws, int(getattr(sampler, "total_size", None) or sampler.num_samples)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import dp_accounting
 from opacus.accountants.accountant import IAccountant
 
-from mirrordp.integrations.opacus._batches import Draws
+from mirrordp.integrations.opacus._batches import Draws, on_grid
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Accountant, Adjacency, DpEvent
 from mirrordp.spending.budget import Budget
@@ -87,9 +87,10 @@ class Books:
     def sampling_prob(self) -> float:
         """q: the larger of what is sampled with and what Opacus' accountant is told.
 
-        They differ where 1/q is not a whole number in floating point.
+        They differ where 1/q is not a whole number in floating point, and in the 24 binary digits
+        of torch.rand.
         """
-        return max(self.draws.largest_rate, self._accountant_rate)
+        return max(self.draws.largest_rate, on_grid(self._accountant_rate))
 
     def charge_step(self, noise_multiplier: float) -> None:
         """Charges a step, which may be taken once this returns."""
@@ -101,7 +102,7 @@ class Books:
         # The history may also have been replaced by that of another run, or by a shorter one.
         known, unknown = _compare(self._history, self._known.get(self.spend, []))
         for charge in unknown:
-            self._charge(charge)
+            self._charge(charge._replace(sampling_prob=on_grid(charge.sampling_prob)))
             self._known[self.spend] = known = [*known, charge]
         self._known[self.spend] = known
 

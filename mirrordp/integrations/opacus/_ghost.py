@@ -7,6 +7,7 @@ differentiation. The sum is clipped only if both passes differentiate the same f
 `p.grad` holds nothing else.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -134,6 +135,32 @@ def _check_graph(losses: torch.Tensor, passes: Passes) -> None:
         refuse(inside, trained - call.owned)
 
 
+def _checked(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns an operation of two losses, which refuses terms that are not one for each row."""
+
+    @functools.wraps(operation)
+    def checked(self: DPTensorFastGradientClipping, other: Any) -> Any:
+        if hasattr(self.optimizer, "clipped_backward"):
+            _check_term(self.loss_per_sample, getattr(other, "loss_per_sample", other))
+        return operation(self, other)
+
+    return checked
+
+
+def _check_term(losses: torch.Tensor, term: Any) -> None:
+    """Raises if a term of the loss would give one row's gradient to another one."""
+    if not isinstance(term, torch.Tensor) or not term.requires_grad:
+        return
+    if term.shape != losses.shape or 0 in term.stride():
+        raise ValueError(
+            f"expected terms of the loss of shape {tuple(losses.shape)}, one for each row, got "
+            f"one of shape {tuple(term.shape)} that depends on all rows or on parameters. Ghost "
+            "clipping multiplies each row's loss with a coefficient. Average the term over other "
+            "dimensions only, as in criterion(...) + (h ** 2).sum(1); for a penalty on parameters "
+            "use the optimiser's weight_decay."
+        )
+
+
 def _backward(self: DPTensorFastGradientClipping) -> None:
     ours = getattr(self.optimizer, "clipped_backward", None)
     return _opacus_backward(self) if ours is None else ours(self)
@@ -143,3 +170,6 @@ def _backward(self: DPTensorFastGradientClipping) -> None:
 # what was clipped. Losses of other optimisers do what they did.
 _opacus_backward = DPTensorFastGradientClipping.backward
 DPTensorFastGradientClipping.backward = _backward
+for _name in ("__add__", "__sub__", "__rsub__", "__mul__", "__truediv__"):
+    _operation = getattr(DPTensorFastGradientClipping, _name)
+    setattr(DPTensorFastGradientClipping, _name, _checked(_operation))

@@ -19,6 +19,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from mirrordp.integrations.opacus import _ghost, _report
 from mirrordp.integrations.opacus._batches import Part, check_order
 from mirrordp.integrations.opacus._charges import Books
+from mirrordp.integrations.opacus._noise import Noises, check_seeds
 from mirrordp.integrations.opacus._passes import Passes
 from mirrordp.integrations.opacus._public import mean_loss, public_gradient
 from mirrordp.privacy.accounting import Epsilon
@@ -42,6 +43,8 @@ class Mixing:
     num_examples: int
     books: Books  # what was charged
     passes: Passes  # the forward and backward passes of the module
+    noises: Noises  # what noise was drawn from
+    divisor: int | None  # what Opacus divides the noisy sum by
     # The number of steps taken; those on parts of batches do not count.
     step: int = 0
     # The public gradient of the next step, one tensor per parameter.
@@ -174,6 +177,12 @@ class PublicGradientOptimizer(DPOptimizer):
         """Does what Opacus does before the optimiser under it steps, and mixes the gradients."""
         del closure
         mixing, alpha = self._mixing, self._alpha()
+        if self.expected_batch_size != mixing.divisor:
+            raise RuntimeError(
+                f"expected the expected_batch_size of make_private, {mixing.divisor}, got another "
+                "one. The size of a private batch is private, so the sum is divided by a number "
+                "that is known before. Leave optimizer.expected_batch_size as it is."
+            )
         parts = [rows.part for rows in mixing.passes.rows(self.params)]
         part = parts[0] if parts else mixing.books.draws.latest
         if alpha < 1 and mixing.public_grad is None and part.is_last:
@@ -198,9 +207,16 @@ class PublicGradientOptimizer(DPOptimizer):
         mixing = self._mixing
         mixing.accumulated, mixing.clipped = part, None
         mixing.passes.forget_rows()
+        self._drop_gradients()
         for param in self.params:
-            param.grad_sample = None  # pyright: ignore[reportAttributeAccessIssue]
             param.grad = torch.zeros_like(param)
+
+    def _drop_gradients(self) -> None:
+        """Drops what Opacus keeps of single rows, which would be saved with a parameter."""
+        for param in cast(list[Any], self._mixing.passes.trained):
+            param.grad_sample = param._norm_sample = None
+        if self._is_ghost:
+            cast(Any, self._mixing.passes.hooks)._per_sample_gradient_norms = None
 
     def _add_part(self) -> None:
         """Adds the gradients of a part to the sum, and after the last part the noise."""
@@ -215,20 +231,30 @@ class PublicGradientOptimizer(DPOptimizer):
             if mixing.clipped is not None:
                 _ghost.check_unchanged(mixing.clipped, self.params)
             mixing.clip_norm, mixing.clipped = max(mixing.clip_norm, self._clip_norm()), None
+            self._widen()
             is_whole = super().pre_step()
         except BaseException:
             # The part is used up, so its batch cannot be completed.
             self.drop_parts()
             raise
         mixing.passes.forget_rows()
+        self._drop_gradients()
         if is_whole:
             mixing.books.note_accounted()
             if mixing.noisy_clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self.params, mixing.noisy_clip_norm)
 
+    def _widen(self) -> None:
+        """Makes Opacus compute norms and sums in the precision of the parameters."""
+        for param in cast(list[Any], self.params):
+            if not self._is_ghost and param.grad_sample.dtype != param.dtype:
+                param.grad_sample = param.grad_sample.to(param.dtype)
+
     def add_noise(self) -> None:
         """Charges the step, and then adds Opacus' noise to the sum."""
         mixing, alpha = self._mixing, self._alpha()
+        check_seeds(self, mixing.books.draws)
+        places = mixing.noises.unused(self)
         # The noise is a multiple of the optimiser's clip norm. The sum was clipped by the module
         # (ghost clipping), by a list of norms, or by what the norm was before a scheduler set it.
         noise_multiplier, norm = float(self.noise_multiplier), float(self.max_grad_norm)
@@ -238,7 +264,10 @@ class PublicGradientOptimizer(DPOptimizer):
         if not mixing.scale_noise and alpha < 1:
             for param in self.params:
                 param.summed_grad *= float(alpha)  # pyright: ignore
-        super().add_noise()
+        try:
+            super().add_noise()
+        finally:
+            mixing.noises.note(places, self)
 
     def _clip_norm(self) -> float:
         """Returns the largest norm that one record can have in the sum."""
@@ -273,6 +302,21 @@ class PublicGradientOptimizer(DPOptimizer):
                 "the optimiser under it, which adds no noise. Call optimizer.step()."
             )
         mixing.may_step = False
+        # Parameters that were frozen after the backward pass have gradients without noise.
+        trained = {id(param) for param in self.params}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) not in trained:
+                    param.grad = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Refuses torch.amp.GradScaler, which reads this before it steps."""
+        raise RuntimeError(
+            "expected steps without a gradient scaler, got one of torch.amp.GradScaler, which "
+            "leaves out a step if the gradient of a private row overflows. Use torch.autocast "
+            "without a scaler, such as with bfloat16, and call optimizer.step()."
+        )
 
     @property
     def _is_ghost(self) -> bool:
@@ -282,7 +326,9 @@ class PublicGradientOptimizer(DPOptimizer):
         """Refuses parameters whose gradients Opacus does not clip; its hooks would fail on them."""
         passes, params = self._mixing.passes, self.params
         known = {id(param) for param in passes.trained}
-        added = [param for param in params if id(param) not in known]
+        # Also those of other optimisers, whose steps would have no noise.
+        found = [*params, *(p for p in passes.module.parameters() if p.requires_grad)]
+        added = list({id(param): param for param in found if id(param) not in known}.values())
         if added:
             raise RuntimeError(
                 "expected the parameters that were trainable when the model was made private, got "
@@ -309,6 +355,15 @@ class PublicGradientOptimizer(DPOptimizer):
             refuse_adaptive_clipping()
         missing = [param for param in self.params if getattr(param, "grad_sample", None) is None]
         if missing and not self._is_ghost:
+            if self._mixing.passes.num_activations > 0:
+                raise RuntimeError(
+                    "expected a backward pass for each private forward pass, got a forward pass "
+                    "that waits for its own, so that the gradients are not complete. Make other "
+                    "forward passes in evaluation mode, under torch.no_grad(), or inside 'with "
+                    "optimizer.public_pass():'."
+                )
+            if not self._mixing.passes.rows(self.params):
+                self._mixing.books.draws.use(set())  # raises
             raise RuntimeError(
                 "expected the gradients of each row for all parameters, got none for "
                 f"{self._mixing.passes.names(missing)}. Call backward() before each step on a loss "
@@ -329,17 +384,19 @@ class PublicGradientOptimizer(DPOptimizer):
         wrong = [count for count in counts if count != part.rows]
         if wrong:
             raise RuntimeError(
-                f"expected gradients of the {part.rows} rows that the loader yielded, got those of "
-                f"{wrong[0]} rows. Pass each record of the batch to the model in one row: rows are "
-                "clipped one by one, so a record with several rows has more influence than is "
-                "accounted for. Fetch the next batch only after the step."
+                "expected gradients of one row for each record of the batch, got those of another "
+                "number of rows. Pass each record to the model in one row: rows are clipped one by "
+                "one, so a record with several rows has more influence than is accounted for. A "
+                "collate_fn must keep every record that it is given; leave out records when you "
+                "make the data set. Fetch the next batch only after the step."
             )
 
     # What is kept and reported.
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimiser, the step number and what was charged."""
-        saved = {"step": self._mixing.step, **self._mixing.books.saved()}
+        mixing = self._mixing
+        saved = {"step": mixing.step, "noises": mixing.noises.saved(), **mixing.books.saved()}
         return {**super().state_dict(), _SAVED: saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -354,6 +411,7 @@ class PublicGradientOptimizer(DPOptimizer):
         super().load_state_dict(state)
         if saved is not None:
             self._mixing.books.restore(saved)
+            self._mixing.noises.restore(saved.get("noises", ""))
             self._mixing.step = int(saved["step"])
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

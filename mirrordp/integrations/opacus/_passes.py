@@ -7,16 +7,18 @@ of, and thus which rows are in the gradient of each parameter.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from opacus.grad_sample import GradSampleHooks
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mirrordp.integrations.opacus._batches import NOTHING, Draws, Rows
+from mirrordp.integrations.opacus import _layers
+from mirrordp.integrations.opacus._batches import NOTHING, Draws, Rows, is_private
 
 # Opacus' hooks are on the parts of these layers, which own their parameters too.
 RECURRENT = (DPRNN, DPLSTM, DPGRU)
@@ -39,6 +41,26 @@ class Call(NamedTuple):
     owned: set[int]  # the ids of the layer's parameters
 
 
+class _Hook:
+    """A function for a hook, which copies of a module share and saved modules go without."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *given: Any) -> None:
+        self._function(*given)
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*given: Any) -> None:
+    del given
+
+
 class Passes:
     """What Opacus' hooks keep of the forward passes of a module.
 
@@ -59,26 +81,47 @@ class Passes:
         self._draws = draws
         self._is_public_step = False
         self._given: set[Rows] | None = None  # to the forward pass that runs
+        self._state: _State | None = None  # of the module before it
         self._forwards: list[_Forward] = []
         self._activations = WeakTensorKeyDictionary()  # the rows that they are of
         # The rows in the gradient of each parameter.
         self._gradients: dict[torch.Tensor, set[Rows]] = {}
 
     def watch(self, check: Callable[[], None]) -> None:
-        """Adds hooks beside those of Opacus, and has each private forward pass checked before.
+        """Adds hooks beside those of Opacus, and has each private forward pass checked before."""
+        added = []
+        for _, layer in self._layers():
+            added += [
+                layer.register_forward_hook(_Hook(self._after_layer)),
+                layer.register_full_backward_pre_hook(_Hook(self._before_backward)),
+            ]
+        for layer in self.module.modules():
+            if isinstance(layer, _layers.CHECKED):
+                hook = _Hook(self._before_layer)
+                added.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        before = _Hook(lambda module, *inputs: self._before_forward(module, inputs, check))
+        added += [
+            self.module.register_forward_pre_hook(before, with_kwargs=True),
+            self.module.register_forward_hook(_Hook(self._after_forward), always_call=True),
+        ]
+        # Opacus' to_standard_module removes what is in this list.
+        cast(Any, self.hooks).autograd_grad_sample_hooks += added
 
-        They are functions, since a copy of the module would otherwise copy this object.
-        """
-        for layer in self.hooks.iterate_submodules(self.module):
-            if type(layer) not in RECURRENT:
-                layer.register_forward_hook(lambda *call: self._after_layer(*call))
-                layer.register_full_backward_pre_hook(lambda layer, _: self._before_backward(layer))
-        self.module.register_forward_pre_hook(
-            lambda module, *inputs: self._before_forward(module, inputs, check), with_kwargs=True
-        )
-        self.module.register_forward_hook(
-            lambda module, _, output: self._after_forward(module, output), always_call=True
-        )
+    def _layers(self) -> list[tuple[str, torch.nn.Module]]:
+        """Returns the layers that Opacus has hooks on, with their names."""
+        names = {id(layer): name for name, layer in self.module.named_modules()}
+        found = self.hooks.iterate_submodules(self.module)
+        return [(names[id(layer)], layer) for layer in found if type(layer) not in RECURRENT]
+
+    def check_layers(self) -> None:
+        """Raises if ghost clipping would not find the norms of all layers."""
+        if self.is_ghost:
+            _layers.check_ghost(self._layers())
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether Opacus clips by ghost clipping."""
+        return isinstance(self.hooks, GradSampleHooksFastGradientClipping)
 
     def _is_private(self, module: torch.nn.Module) -> bool:
         """Whether Opacus' hooks note a forward pass of a module."""
@@ -92,28 +135,70 @@ class Passes:
         if self.num_activations == 0:  # backward passes have followed all forward passes
             self._forwards.clear()
             self.calls.clear()
-        if self._is_public_step and self._draws.marked(inputs):
+        if self._is_public_step and is_private(inputs):
             raise _private_rows()
+        self._given = self._state = None
+        if self.hooks.hooks_enabled and (module.training or torch.is_grad_enabled()):
+            self._state = _state_of(module)
         if self._is_private(module):
             check()
+            self.check_layers()
             self._given = self._draws.rows(inputs)
 
-    def _after_forward(self, module: torch.nn.Module, output: Any) -> None:
-        given, self._given = self._given, None
-        if module is self.module and given is not None:
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        del inputs
+        if module is not self.module:
+            return
+        given, before, self._given, self._state = self._given, self._state, None, None
+        if before is not None:
+            self._check_state(before, _state_of(module))
+        if given is not None:
             self._forwards.append(_Forward(nodes_of(output), given, self.num_activations))
+
+    def _check_state(self, before: "_State", after: "_State") -> None:
+        """Raises if a forward pass has changed the module."""
+        changed = [
+            name
+            for name in before.keys() | after.keys()
+            if name not in before
+            or name not in after
+            or before[name][0] is not after[name][0]
+            or before[name][1] != after[name][1]
+        ]
+        if changed:
+            self.forget()
+            raise RuntimeError(
+                "expected forward passes that leave the model as it is, got one that changed "
+                f"{', '.join(sorted(changed))}: these would keep something of private rows without "
+                "noise. Remove the running statistics, counters or caches, or fill caches by a "
+                "public forward pass inside 'with optimizer.public_pass():'. Build the model anew, "
+                "since this one has changed."
+            )
+
+    def _before_layer(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if self.hooks.hooks_enabled:
+            _layers.check_call(layer, args, kwargs)
 
     def _after_layer(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
         activations: Any = getattr(layer, "activations", None)
         if not activations or not self._is_private(layer):
             return
+        if self.is_ghost and torch.is_autocast_enabled(activations[-1][0].device.type):
+            self.forget()
+            raise RuntimeError(
+                "expected ghost clipping in full precision, got torch.autocast, which computes "
+                "norms to two digits. Leave out autocast, or use grad_sample_mode='hooks'."
+            )
         rows = self._draws.rows(inputs) if self._given is None else self._given
         for tensor in activations[-1]:
             self._activations[tensor] = rows
         call = Call(set(nodes_of(inputs)), {id(param) for param in layer.parameters()})
         self.calls.update(dict.fromkeys(nodes_of(output), call))
 
-    def _before_backward(self, layer: torch.nn.Module) -> None:
+    def _before_backward(self, layer: torch.nn.Module, gradient: Any) -> None:
+        del gradient
         if not self.hooks.hooks_enabled:
             return
         activations: Any = getattr(layer, "activations", None) or [[]]
@@ -195,6 +280,15 @@ class Passes:
         """Returns the names of parameters, separated by commas."""
         names = {id(param): name for name, param in self.module.named_parameters()}
         return ", ".join(names.get(id(param), "unknown") for param in params)
+
+
+_State: TypeAlias = dict[str, tuple[torch.Tensor, int]]
+
+
+def _state_of(module: torch.nn.Module) -> _State:
+    """Returns the parameters and buffers of a module, and how often each has been changed."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: (tensor, tensor._version) for name, tensor in named}
 
 
 def nodes_of(tensors: Any) -> list[Any]:

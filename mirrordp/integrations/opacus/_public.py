@@ -11,6 +11,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch.utils.data import DataLoader
 
 from mirrordp import _validate
+from mirrordp.integrations.opacus._batches import check_data
 
 
 def public_batches(loader: DataLoader) -> Iterator[Any]:
@@ -31,6 +32,7 @@ def require_public_loader(loader: Any) -> None:
             "expected a loader of public rows, got the private loader of make_private. Make a "
             "DataLoader of public rows."
         )
+    check_data(loader.dataset, is_private=False)
 
 
 def mean_loss(loss: Any) -> torch.Tensor:
