@@ -800,18 +800,32 @@ def test_the_ceiling_of_trees_is_boosting(capsys, tmp_path, task):
     assert "gradient boosting" not in (files["out"] / "report.json").read_text()
 
 
-@pytest.mark.parametrize("test", ["private", "copy", "none"])
+@pytest.mark.parametrize("test", ["private", "copy", "none", "public"])
 def test_bad_rows_to_judge_by_are_refused_before_training(
     capsys, files, monkeypatch, tmp_path, test
 ):
     monkeypatch.setattr(tabular, "_estimator", lambda *_, **__: pytest.fail("it trained"))
     copy = tmp_path / "copy.csv"
     copy.write_bytes(files["private"].read_bytes())
-    path = {"private": files["private"], "copy": copy, "none": files["out"] / "none.csv"}[test]
+    path = {"copy": copy, "none": files["out"] / "none.csv"}.get(test) or files[test]
     assert cli.main(fit_options(files, test=path)) == 2
     assert not files["out"].exists()
-    words = "No such file" if test == "none" else "need no protection"
-    assert words in capsys.readouterr().err
+    words = {"none": "No such file", "public": "the model does not see"}
+    assert words.get(test, "need no protection") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [[], ["--learning-rate", "0.1"]])
+def test_a_model_that_the_caller_chose_is_said_to_be(capsys, files, given):
+    assert cli.main([*fit_options(files, model="linear", ignore=None), *given, "--json"]) == 0
+    tuning = json.loads(capsys.readouterr().out)["tuning"]
+    assert tuning.startswith("not charged: model")
+    assert ("learning_rate" in tuning) == bool(given)
+
+
+def test_a_large_epsilon_is_named_where_it_is_read(capsys, files):
+    assert cli.main(fit_options(files, epsilon=50, ignore=None)) == 0
+    assert re.search(r"Epsilon 4\S+ is large: the guarantee", capsys.readouterr().out)
+    assert "is large**" in (files["out"] / "privacy_card.md").read_text()
 
 
 def test_a_copy_of_the_private_table_is_not_public(capsys, files, monkeypatch, tmp_path):

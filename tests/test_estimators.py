@@ -1371,9 +1371,20 @@ class TestMistakes:
         import pandas
 
         x, y = draw("regression", 60)
-        frame = pandas.DataFrame(x).rename(columns=str)
-        with pytest.raises(ValueError, match=r"Pass X_public\[X.columns\]"):
-            PrivateLinearRegression().fit(frame, y, frame[frame.columns[::-1]], y)
+        frame = pandas.DataFrame(x).rename(columns="x{}".format)
+        public = pandas.DataFrame(draw("regression", 60, seed=1)[0], columns=frame.columns)
+        first = PrivateLinearRegression(random_state=0).fit(frame, y, public, y)
+        turned = frame[frame.columns[::-1]]
+        second = PrivateLinearRegression(random_state=0).fit(turned, y, public, y)
+        np.testing.assert_array_equal(first.coef_, second.coef_)
+        expected = first.predict(frame)
+        np.testing.assert_array_equal(second.predict(turned.assign(more=1.0)), expected)
+        with pytest.warns(UnprotectedWarning, match="'more' of X are not in X_public"):
+            PrivateLinearRegression(random_state=0).fit(turned.assign(more=1.0), y, public, y)
+        with pytest.raises(ValueError, match="got none named 'x0'"):
+            PrivateLinearRegression(random_state=0).fit(frame.drop(columns="x0"), y, public, y)
+        with pytest.raises(ValueError, match="got none named 'x0'"):
+            first.predict(frame.drop(columns="x0"))
 
     def test_without_public_rows_or_bounds_there_is_a_warning(self, task):
         x, y = draw(task, 50)
@@ -1382,7 +1393,12 @@ class TestMistakes:
         estimators._FITS.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            TASKS[task](row_norm_bound=10.0, random_state=0).fit(x, y)
+            known = {"target_range": (-9.0, 9.0)} if task == "regression" else {}
+            TASKS[task](row_norm_bound=10.0, random_state=0, **known).fit(x, y)
+        if task == "regression":
+            estimators._FITS.clear()
+            with pytest.warns(UserWarning, match="without target_range"):
+                TASKS[task](row_norm_bound=10.0, random_state=0).fit(x, y)
 
 
 class TestQuality:

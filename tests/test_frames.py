@@ -209,8 +209,9 @@ class TestEstimators:
     def test_public_numbers_and_private_text(self):
         """If the private frame could ask for an encoding, one row would change all others."""
         (x, y), (public, y_public) = draw(50), draw(60, 1)
+        text = x[["colour"]].rename(columns={"colour": "member"})
         with pytest.raises(ValueError, match="X must hold numbers, got text") as error:
-            PrivateLinearRegression().fit(x[["colour"]], y, public[["member"]], y_public)
+            PrivateLinearRegression().fit(text, y, public[["member"]], y_public)
         assert UNPROTECTED in str(error.value)
         with pytest.raises(ValueError, match="X_public must hold numbers as X does, got"):
             PrivateLinearRegression().fit(x[["member"]].to_numpy(), y, public, y_public)

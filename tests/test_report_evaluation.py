@@ -192,6 +192,12 @@ def test_no_figures_without_results(tmp_path, capsys):
     assert not (tmp_path / "figures").exists()
 
 
+def test_the_run_without_the_measure_is_named():
+    without = RunReport.of(fast_mechanism(), DELTA)
+    with pytest.raises(ReportError, match="in 'second'; choose another --metric, or judge"):
+        Comparison.of({"first": make_report(), "second": without}, "auc")
+
+
 @pytest.mark.parametrize("metric", ["auc", "test_auc", "average_precision", "public_loss"])
 def test_any_measure_can_be_compared(metric):
     found = Comparison.of({"one": make_report(), "two": make_report()}, metric)

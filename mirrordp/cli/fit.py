@@ -321,6 +321,11 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
         )
     if report.seed is not None:
         print(f"Seed {report.seed}: {NOT_FOR_RELEASE}; leave --seed out to publish the model.")
+    for caution in report.warnings():
+        if caution.weakens:
+            print(f"{caution.title}: {caution.text}")
+    if report.ledger is None and report.charged_steps:
+        print("Fits of one file add up: with --budget they are counted, and the card says so.")
     print_scores(report.results)
     print(f"Wrote model.json, report.json and privacy_card.md to {arguments.out}/")
     print(f"Took {seconds:.0f} s.")

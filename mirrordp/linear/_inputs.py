@@ -31,7 +31,14 @@ from mirrordp.data.sources import row_blocks
 from mirrordp.tables.columns import is_plain, kinds_of_values
 from mirrordp.tables.encoding import LEFT_AS_TEXT, FeatureEncoding
 from mirrordp.tables.files import Table, listed
-from mirrordp.tables.frames import foreign_type, is_frame, names_of, needs_encoding, table_of
+from mirrordp.tables.frames import (
+    foreign_type,
+    is_frame,
+    names_of,
+    needs_encoding,
+    table_of,
+    with_columns,
+)
 from mirrordp.tables.learning import learn_features, likely_codes, maybe_codes
 from mirrordp.tables.transformer import encode_and_count, mention
 
@@ -89,19 +96,37 @@ def encoded_frames(X: Any, X_public: Any) -> EncodedFrames | None:
     public = encoding.encode_features(found.table)
     kinds = kinds_of_values(found.table.columns)
     private, unfamiliar = encode_and_count(encoding, X, "X", private=True, kinds=kinds)
-    known = {*found.table.columns, *found.table.unreadable}
-    unused = [name for name in names_of(X) if name not in known]
-    if unused:
-        warn(
-            f"{UNPROTECTED} columns {listed(unused)} of X are not in X_public and cannot be used. "
-            "Add the columns to use to X_public.",
-            UnprotectedWarning,
-        )
+    mention_unused(X, [*found.table.columns, *found.table.unreadable])
     if learned.left_out:
         reasons = ", ".join(f"{name!r} ({why})" for name, why in learned.left_out.items())
         warn(f"columns of X_public that no feature can be made of: {reasons}.")
     mention(unfamiliar, private=True)
     return EncodedFrames(private, public, found.table, encoding, unfamiliar)
+
+
+def mention_unused(X: Any, known: Iterable[str]) -> None:
+    """Warns of columns that only the private frame has."""
+    known = set(known)
+    if unused := [name for name in names_of(X) if name not in known]:
+        warn(
+            f"{UNPROTECTED} columns {listed(unused)} of X are not in X_public and cannot be used. "
+            "Add the columns to use to X_public.",
+            UnprotectedWarning,
+        )
+
+
+def of_columns(names: list[str], X: Any, known: str) -> Any:
+    """Returns a frame of numbers with these columns in this order; anything else as it is.
+
+    Columns are found by name and others are left out, as in frames that hold more than numbers.
+    """
+    if not is_frame(X) or (found := names_of(X)) == names:
+        return X
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(
+            f"X must have all columns of {known}, got none named {listed(missing)}. Add them to X."
+        )
+    return with_columns(X, names)
 
 
 def encoded_rows(encoding: FeatureEncoding, X: Any) -> np.ndarray:

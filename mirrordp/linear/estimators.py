@@ -51,6 +51,7 @@ from mirrordp.spending._fits import Fits, Lineage, Together
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
 from mirrordp.tables.encoding import FeatureEncoding
+from mirrordp.tables.frames import is_frame, names_of
 from mirrordp.tables.learning import LARGEST_COUNT, too_extreme
 from mirrordp.training import checkpoint as checkpoints
 from mirrordp.training.bookkeeping import Books, check_spend
@@ -253,6 +254,11 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         columns = X_public
         if frames is not None:
             X, X_public = frames.X, frames.X_public
+        elif X_public is not None and is_frame(X_public):
+            names = names_of(X_public)
+            if is_frame(X):
+                _inputs.mention_unused(X, names)
+            X = _inputs.of_columns(names, X, "X_public")
         X, y = _inputs.validated(self, X, y, public=False)
         delta = self._delta(X.shape[0])
         if counts is not None:
@@ -626,6 +632,8 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         check_is_fitted(self)
         if self.encoding_ is not None:
             return _inputs.encoded_rows(self.encoding_, X)
+        if hasattr(self, "feature_names_in_"):
+            X = _inputs.of_columns(list(self.feature_names_in_), X, "the rows of fit")
         return validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
 
     def _scores(self, X: Any) -> np.ndarray:
@@ -751,6 +759,13 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         outputs = y.shape[1]
         shift, scale = np.zeros(outputs), np.ones(outputs)
         low, high = -np.inf, np.inf
+        if self.target_range is None and y_public is None:
+            warn(
+                "without public targets and without target_range nothing says how large targets "
+                "are: they are taken to lie near zero, within a few units. Pass y_public, or "
+                "target_range=(low, high) that you know beforehand.",
+                UserWarning,
+            )
         if self.target_range is not None:
             low, high = self.target_range
             _validate.positive("target_range is (low, high).", width_of_target_range=high - low)

@@ -32,11 +32,13 @@ class Caution:
         grave: whether the model should not be released as it is.
         title: what it is about, in a few words.
         text: what it means and what to do, in sentences.
+        weakens: whether the guarantee is weak, so that whoever reads it must know.
     """
 
     grave: bool
     title: str
     text: str
+    weakens: bool = False
 
 
 def privacy_card(report: "RunReport") -> str:
@@ -70,7 +72,7 @@ def privacy_card(report: "RunReport") -> str:
 def _opening(report: "RunReport") -> list[str]:
     lines = []
     for caution in cautions(report):
-        if caution.grave:
+        if caution.grave or caution.weakens:
             lines += [f"**{caution.title}**: {caution.text}", ""]
     return [*lines, statement(report)] if math.isfinite(report.epsilon) else lines[:-1]
 
@@ -104,6 +106,7 @@ def cautions(report: "RunReport") -> list[Caution]:
                 f"Epsilon {upwards(report.epsilon)} is large",
                 "the guarantee rules out little by itself. Use more noise, fewer steps or more "
                 "records if the records are sensitive.",
+                weakens=True,
             )
         )
     if report.seeded is None:
@@ -121,6 +124,7 @@ def cautions(report: "RunReport") -> list[Caution]:
                 False,
                 f"Delta {_number(report.delta)} is above one over the number of records",
                 "a mechanism that publishes a record at random would pass. Choose a smaller delta.",
+                weakens=True,
             )
         )
     if report.shown_without_protection:
@@ -151,9 +155,9 @@ def statement(report: "RunReport") -> str:
         f"The model learned from private records, one {report.unit} each, through noise alone. "
         f"Anyone who studies it learns nearly the same whether or not {difference}: the "
         f"guarantee is differential privacy with epsilon = {upwards(report.epsilon)} and "
-        f"delta = {upwards(report.delta, 6)}. For scale: someone who would have to toss a coin "
-        f"to tell which of the two it was is right at most {percent_upwards(report.certainty)} "
-        "of the time after seeing the model, whatever else they know."
+        f"delta = {upwards(report.delta, 6)}. For scale: someone who could only guess which of the "
+        f"two it was, and be right half the time, is right at most "
+        f"{percent_upwards(report.certainty)} of the time with the model, whatever else they know."
     )
 
 

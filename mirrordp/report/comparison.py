@@ -118,16 +118,15 @@ class Comparison:
         rows = tuple(row for run, report in reports.items() for row in outcomes(report, run))
         if metric is None:
             return cls(rows, next(iter(metrics(rows)), None))
-        if all(metric not in row.values and f"test_{metric}" in row.values for row in rows):
-            metric = f"test_{metric}"
-        for row in rows:
-            if metric not in row.values:
-                known = ", ".join(row.values) or "none"
-                raise ReportError(
-                    f"expected quantity {metric!r} in every run, got {known} in {row.run!r}; "
-                    "choose another --metric."
-                )
-        return cls(rows, metric)
+        names = metric, f"test_{metric}"
+        for name in names:
+            if all(name in row.values for row in rows):
+                return cls(rows, name)
+        lacks = min(rows, key=lambda row: sum(name in row.values for name in names))
+        raise ReportError(
+            f"expected quantity {metric!r} in every run, got {', '.join(lacks.values) or 'none'} "
+            f"in {lacks.run!r}; choose another --metric, or judge that run by it too (fit --test)."
+        )
 
     @classmethod
     def read(cls, folders: Sequence[Path], metric: str | None = None) -> "Comparison":

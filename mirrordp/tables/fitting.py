@@ -474,7 +474,9 @@ def fit_files(
             f"expected at least {MIN_PUBLIC_ROWS} rows with a target in the public table "
             f"{str(public)!r}, got {np.count_nonzero(usable)}; add public rows."
         )
-    rows_to_judge_by = None if test is None else _read_test(encoding, Path(test), private)
+    rows_to_judge_by = None
+    if test is not None:
+        rows_to_judge_by = _read_test(encoding, Path(test), private, public)
     with stage(f"reading {private}") as note:
         batches = _mention_unused(read_batches(private, private=True), table, ignore)
         secret = encoding.encode(
@@ -570,6 +572,7 @@ def fit_files(
             shown = (*shown, CEILING_SHOWN)
     report = dataclasses.replace(
         estimator.privacy_,
+        tuning=_tuning(estimator.privacy_.tuning, model),
         title=f"{task} of {listed(names)} from {len(encoding.columns)} columns of a table",
         results=results,
         shown_without_protection=shown,
@@ -596,6 +599,16 @@ def _kind(
     if model == "linear" or given or task == "ordinal":
         return "linear", settings
     return "auto", {}
+
+
+def _tuning(found: str, model: str) -> str:
+    """Adds that the caller chose the kind of model, which may have followed from private rows."""
+    known = "given by the caller, and how they were chosen is not known"
+    if model == "auto" or found.startswith("charged"):
+        return found
+    if known in found:
+        return found.replace("not charged: ", "not charged: model, ", 1)
+    return "not charged: model: given by the caller, and how it was chosen is not known"
 
 
 def _scorers(estimator: Any) -> tuple[Scorer, Scorer]:
@@ -702,8 +715,15 @@ def _same_content(one: Path, other: Path) -> bool:
         return False
 
 
-def _read_test(encoding: TableEncoding, test: Path, private: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_test(
+    encoding: TableEncoding, test: Path, private: Path, public: Path
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns features and targets of the test rows."""
+    if _same_content(public, test):
+        raise TableError(
+            f"expected test rows that the model does not see, got the public table "
+            f"{str(public)!r}, which it learns from; pass other rows."
+        )
     if _same_content(private, test):
         raise TableError(
             f"expected test rows that need no protection, got the private table {str(private)!r}; "

@@ -10,6 +10,7 @@ import decimal
 import fractions
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import narwhals
@@ -62,6 +63,13 @@ def _frame(rows: Any) -> Any:
 def names_of(rows: Any) -> list[str]:
     """Returns the names of the columns of a frame."""
     return [str(name) for name in _frame(rows).columns]
+
+
+def with_columns(rows: Any, names: Sequence[str]) -> Any:
+    """Returns a frame of the same kind with these columns, in this order."""
+    frame = _frame(rows)
+    places = {str(name): name for name in frame.columns}
+    return frame.select([places[name] for name in names]).to_native()
 
 
 def needs_encoding(rows: Any) -> str | None:
