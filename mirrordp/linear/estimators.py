@@ -632,8 +632,9 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         check_is_fitted(self)
         if self.encoding_ is not None:
             return _inputs.encoded_rows(self.encoding_, X)
-        if hasattr(self, "feature_names_in_"):
-            X = _inputs.of_columns(list(self.feature_names_in_), X, "the rows of fit")
+        names = getattr(self, "feature_names_in_", None)
+        if names is not None:
+            X = _inputs.of_columns(list(names), X, "the rows of fit")
         return validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
 
     def _scores(self, X: Any) -> np.ndarray:
