@@ -1,5 +1,7 @@
 """Two kinds of data that cannot be confused; overlap; what is refused, and how it is said."""
 
+import copy
+import pickle
 import warnings
 
 import jax.numpy as jnp
@@ -72,6 +74,13 @@ class TestTypes:
 
 
 class TestBadInput:
+    @BOTH
+    def test_several_arrays_are_one_tree(self, kind):
+        with pytest.raises(TypeError, match=r"Name them: \w+\(\{'x': X, 'y': y\}\)"):
+            kind(np.ones((3, 2)), np.ones(3))
+        made = kind({"x": np.ones((3, 2))})
+        assert len(copy.deepcopy(made)) == len(pickle.loads(pickle.dumps(made))) == 3
+
     @BOTH
     def test_empty(self, kind):
         with pytest.raises(ValueError, match=f"{kind.__name__} needs at least one row"):

@@ -754,6 +754,12 @@ class TestBadInput:
         notes = "\n".join(caught.value.__notes__)  # JAX adds one of its own
         assert "single example, without a batch axis" in notes
         assert "(3,) and (3,)" in notes
+        assert "random key" not in notes
+
+    def test_a_target_as_third_argument_is_told_that_it_is_a_key(self):
+        with pytest.raises(TypeError) as caught:
+            run(loss=lambda params, x, y: jnp.mean((x @ params - y) ** 2))
+        assert "third argument of loss_fn is a random key" in "\n".join(caught.value.__notes__)
 
     def test_parameters_that_only_noise_would_move(self):
         """A body behind `stop_gradient`, or running averages, would be destroyed silently."""

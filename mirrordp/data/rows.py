@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,15 @@ class _Examples:
     """A pytree of arrays with one common leading axis, checked when it is made."""
 
     arrays: PyTree
+
+    def __new__(cls, arrays: PyTree = None, *others: Any, **options: Any):
+        del arrays, options
+        if others and not isinstance(others[0], bool):
+            raise TypeError(
+                f"{cls.__name__} takes one tree of arrays, got {1 + len(others)}. Name them: "
+                f"{cls.__name__}({{'x': X, 'y': y}})."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self):
         self._check(self.arrays)

@@ -19,7 +19,7 @@ from jax.extend import core
 from mirrordp import _validate
 from mirrordp._warn import warn
 from mirrordp.data import Overlap, PrivateClients, PrivateData, PublicClients, PublicData
-from mirrordp.privacy.clipping import example_key, example_of, with_key
+from mirrordp.privacy.clipping import example_key, example_of, takes_key, with_key
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sums import ExactSum
 from mirrordp.privacy.trainable import Trainable
@@ -383,6 +383,11 @@ def check_loss(name: str, loss_fn: LossFn, params: Params, arrays: Batch) -> Non
             f"mirrordp called {name}(params, example) for a single example, without a batch axis; "
             "the shapes of params and example were {} and {}.".format(*shapes)
         )
+        if takes_key(loss_fn):
+            error.add_note(
+                f"The third argument of {name} is a random key. If yours is the target, take both "
+                "from the example: loss_fn(params, example) with x, y = example['x'], example['y']."
+            )
         raise
     if getattr(result, "shape", None) != ():
         raise ValueError(
