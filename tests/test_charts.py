@@ -375,6 +375,17 @@ def test_a_chart_that_does_not_fit_costs_nothing(name):
     assert ledger.epsilon(1e-3).epsilon == 0
 
 
+@pytest.mark.parametrize("other", ["recentred", "kronecker", None])
+def test_a_state_goes_on_with_its_own_chart(other):
+    """The state holds what was made of the chart: another one would be ignored, or not fit."""
+    options = {"seed": 0, "num_steps": 2}
+    *_, (state, _) = mirrordp.train(step_with("embedded"), START, PRIVATE, PUBLIC, **options)
+    plain = mirrordp.TrainStep(loss, step_with("recentred").mechanism, tools.sgd(0.1))
+    step = plain if other is None else step_with(other)
+    with pytest.raises(ValueError, match="with the chart of this step"):
+        next(mirrordp.train(step, START, PRIVATE, PUBLIC, state=state, seed=0))
+
+
 @pytest.mark.parametrize("factor", [1e39, 1e-39])
 def test_factors_that_float32_does_not_hold_are_refused(factor):
     basis = SubspaceMap.from_directions(np.eye(8)[:4], 2)

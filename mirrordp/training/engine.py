@@ -676,6 +676,7 @@ def _generate(
         else:
             state, begin = given, int(given.step)
             before = int((plan.alphas[0, :begin] > 0).sum())
+            _check_chart(step, states[0], given)
             _check_noise_state(step, states[0], before, given)
             # Another run from this state would have the same noise.
             books.claim()
@@ -708,6 +709,23 @@ def _generate(
             books.keep(state, kept, start // plan.steps_per_call, is_last=kept.step == total)
             yield _shown(plan, state), _infos(kept, total, books.seeds)
         books.finish()
+
+
+def _check_chart(step: Step, first: State, given: State) -> None:
+    """Raises a ValueError unless a state was made with the step's chart."""
+    ours, theirs = (getattr(state, "chart", None) for state in (first, given))
+    is_same = jax.tree.structure(ours) == jax.tree.structure(theirs) and (
+        jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+    )
+    chart = getattr(step, "chart", None)
+    if is_same and chart is not None and chart.prepare is None:
+        pairs = zip(*map(jax.tree.leaves, on_host((ours, theirs))), strict=True)
+        is_same = all(np.array_equal(one, other) for one, other in pairs)
+    if not is_same:
+        raise ValueError(
+            "expected a state of a run with the chart of this step, got one that was made with "
+            "another chart, or with none. Go on with the same chart, or begin anew from its params."
+        )
 
 
 def _check_noise_state(step: Step, first: State, charged_steps: int, given: State) -> None:
