@@ -106,23 +106,25 @@ def _linear_norms(
     """Returns upper bounds of the norms of the rows' gradients.
 
     The gradient of a row is Σ_t g_t a_tᵀ over its positions t, and its squared norm
-    Σ_st (g_s·g_t)(a_s·a_t), as Opacus computes it. Where positions cancel, this is rounded to
-    anything from 0 to ε (Σ_t ‖g_t‖ ‖a_t‖)², which is added here. That also bounds what the sum of
-    the second backward pass is off by. Where nothing cancels, it changes the last digits.
+    Σ_st (g_s·g_t)(a_s·a_t), as Opacus computes it in the precision of the layer. Where positions
+    cancel, the second backward pass is off by up to n ε Σ_t ‖g_t‖ ‖a_t‖ for n positions. Hence
+    32 ε (Σ_t ‖g_t‖ ‖a_t‖)² is added to the square, which is more than that for n up to 10,000 in
+    float32. Where nothing cancels, it changes the last digits.
     """
     if backprops.dim() == 2:  # one position, and nothing to cancel
         return compute_linear_norm_sample(layer, activations, backprops)
-    g, a = (each.flatten(1, -2) for each in (backprops, activations[0].to(backprops.dtype)))
-    found = {}
+    # In float64 the products are exact enough for any width and number of positions.
+    g, a = (each.flatten(1, -2).double() for each in (backprops, activations[0]))
+    eps, found = torch.finfo(backprops.dtype).eps, {}
     if layer.weight.requires_grad:
         squares = (g @ g.mT * (a @ a.mT)).sum((1, 2))
-        found[layer.weight] = _bounded(squares, g.norm(dim=2) * a.norm(dim=2))
+        found[layer.weight] = _bounded(squares, g.norm(dim=2) * a.norm(dim=2), eps)
     if layer.bias is not None and layer.bias.requires_grad:
-        found[layer.bias] = _bounded(g.sum(1).square().sum(1), g.norm(dim=2))
-    return found
+        found[layer.bias] = _bounded(g.sum(1).square().sum(1), g.norm(dim=2), eps)
+    return {param: norms.to(backprops.dtype) for param, norms in found.items()}
 
 
-def _bounded(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+def _bounded(squares: torch.Tensor, terms: torch.Tensor, eps: float) -> torch.Tensor:
     """Returns norms from their squares, which are sums of terms of these norms for each row."""
-    error = 32 * torch.finfo(terms.dtype).eps * terms.sum(1).square()
+    error = 32 * eps * terms.sum(1).square()
     return (squares.clamp(min=0) + error).sqrt()
