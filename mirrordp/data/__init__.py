@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PrivateClients as PrivateClients,
         PublicClients as PublicClients,
         excluded_users as excluded_users,
+        one_row_per_user as one_row_per_user,
         require_private_clients as require_private_clients,
     )
 

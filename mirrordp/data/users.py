@@ -6,6 +6,7 @@ chosen: every check and conversion here treats each user alone.
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrordp import _show, _validate
+from mirrordp._warn import warn
 from mirrordp.data import sources
 from mirrordp.data.rows import (
     HIDDEN,
     UNPROTECTED,
     Overlap,
     PublicData,
+    UnprotectedWarning,
     announce_overlap,
     as_arrays,
     check_arrays,
@@ -134,13 +137,7 @@ class ClientData:
                 f"user_ids must name the owner of each row, got {owners.shape} names for "
                 f"{sorted(lengths)} rows. Pass one name per row."
             )
-        missing = _num_missing(user_ids)
-        if missing:
-            raise ValueError(
-                f"every row must have an owner, got {missing} rows whose user is None, NaN or "
-                "empty. Together they would count as one user, and whoever really owns some of "
-                f"them would count twice. Leave such rows out. {UNPROTECTED}"
-            )
+        _refuse_missing(_num_missing(user_ids))
         names, owner_numbers = _distinct_names(owners)
         if users is not None:
             listed = list(users)
@@ -319,6 +316,105 @@ class PublicClients(ClientData):
     def examples(self) -> PublicData:
         """All rows, regardless of their owners."""
         return PublicData(self.arrays)
+
+
+class RowOwners:
+    """The owners of rows that come in batches; see `one_row_per_user`."""
+
+    def __init__(self):
+        self._numbers: dict[str, int] = {}
+        self._owners: list[np.ndarray] = []
+        self._missing = 0
+
+    def append(self, user_ids: Sequence[Hashable] | np.ndarray) -> None:
+        """Adds the owners of further rows."""
+        self._missing += _num_missing(user_ids)
+        names, which = _distinct_names(_uncast(user_ids))
+        numbers = [self._numbers.setdefault(_spelling(n), len(self._numbers)) for n in names]
+        self._owners.append(np.array(numbers, np.int32)[which])
+
+    def one_row_each(self, usable: np.ndarray | None = None) -> np.ndarray:
+        """Returns the number of one row of each user, in the order of their names."""
+        _refuse_missing(self._missing)
+        keys = sorted(map(_name_order, self._numbers))
+        alike = sum(one[0] == other[0] < math.inf for one, other in itertools.pairwise(keys))
+        if alike:
+            warn(
+                f"{UNPROTECTED} {alike} names are the number of another user, written in another "
+                "way, such as 7 and 7.0 or 07. They count as different users. If they are not, "
+                "write them in one way: who has two names is protected less.",
+                UnprotectedWarning,
+            )
+        names = [name for _, name in keys]
+        place = np.empty(len(names), np.int32)
+        place[[self._numbers[name] for name in names]] = np.arange(len(names))
+        owners = place[np.concatenate(self._owners)]
+        rows = np.arange(len(owners))
+        if usable is not None:
+            has_usable = np.zeros(len(names), bool)
+            has_usable[owners[usable]] = True
+            rows = np.flatnonzero(usable | ~has_usable[owners])
+        rows = rows[np.argsort(owners[rows], kind="stable")]
+        counts = np.bincount(owners[rows], minlength=len(names))
+        chosen = [_hashed(n) % count for n, count in zip(names, counts.tolist(), strict=True)]
+        return rows[np.cumsum(counts) - counts + np.array(chosen, np.int64)]
+
+
+def one_row_per_user(
+    user_ids: Sequence[Hashable] | np.ndarray, usable: Sequence[bool] | np.ndarray | None = None
+) -> np.ndarray:
+    """Chooses one row of each user, for models that protect rows to protect users.
+
+    Sensitive are the rows of a user: what they hold, how many there are, and where they are in the
+    table. Of the k rows that a user owns, in their order, the one with the number SHA-256(name)
+    mod k is chosen, which depends on nobody else. The chosen rows are in the order of the names, so
+    that the place of a row does not depend on anybody's rows. Whatever rows one of n users has, n
+    rows are chosen, and at most one of them changes, at its place. A sum over them therefore has
+    the sensitivity of one row, and a guarantee for every row is a guarantee for every user.
+
+    The number of users counts as public (zero-out adjacency). A user who joins or leaves changes
+    it, moves the chosen rows of others and changes none of them.
+
+        rows = one_row_per_user(visits["patient"])
+        model = PrivateLinearRegression(unit="user").fit(x[rows], y[rows], ...)
+
+    >>> one_row_per_user(["Ann", "Bob", "Ann", "Cy", " Ann"])
+    array([4, 1, 3])
+
+    Args:
+        user_ids: the owner of each row. Names are compared as in `PrivateClients.from_rows`: 7,
+            7.0, "7" and " 7" are one, "7.0" is another. A row without an owner is refused.
+        usable: a mask of the rows to choose among where a user has any, such as those with a
+            target. Whether a row is usable must depend on that row and public values alone.
+
+    Returns:
+        The numbers of the rows, one for each user, in the order of their names.
+    """
+    shape = _uncast(user_ids).shape
+    mask = None if usable is None else np.asarray(usable)
+    if len(shape) != 1 or (mask is not None and (mask.shape != shape or mask.dtype != bool)):
+        raise ValueError(
+            f"user_ids must name the owner of each row, and usable hold a boolean for each, got "
+            f"names of shape {shape} and {'none' if mask is None else (mask.dtype, mask.shape)}. "
+            "Pass one name per row."
+        )
+    owners = RowOwners()
+    owners.append(user_ids)
+    return owners.one_row_each(mask)
+
+
+def _hashed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest())
+
+
+def _refuse_missing(count: int) -> None:
+    """Raises a ValueError if rows lack an owner."""
+    if count:
+        raise ValueError(
+            f"every row must have an owner, got {count} rows whose user is None, NaN or "
+            "empty. Together they would count as one user, and whoever really owns some of "
+            f"them would count twice. Leave such rows out. {UNPROTECTED}"
+        )
 
 
 def _rows_of_users(users: Sequence[PyTree]) -> np.ndarray:

@@ -156,6 +156,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         row_norm_bound: float | None = None,
         guard: bool = False,
         adjacency: str = "zero-out",
+        unit: str = "example",
         secure: bool = False,
         random_state: Any = None,
     ):
@@ -170,6 +171,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         self.row_norm_bound = row_norm_bound
         self.guard = guard
         self.adjacency = adjacency
+        self.unit = unit
         self.secure = secure
         self.random_state = random_state
 
@@ -207,7 +209,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
         Args:
             X: private features, shape (n, d), or a data frame (pandas, polars and others), or a
                 sparse matrix, of which only blocks are made dense, or a memory map of float64,
-                which stays on disk. Each row is one unit of protection.
+                which stays on disk. Each row is one unit of protection (see `unit`).
             y: n private targets, which may also be a memory map. What is computed from memory maps
                 is kept in unnamed temporary files (in TMPDIR).
             X_public: public features, shape (n_pub, d), or a data frame with the columns of X;
@@ -447,6 +449,7 @@ class _PrivateLinearModel(BaseEstimator, abc.ABC):
             l2_clip_norm=settings.l2_clip_norm,
             adjacency=Adjacency(self.adjacency),
             noise=noise,
+            unit=self.unit,
         )
 
     def _one_step(self, num_private: int, delta: float) -> Mechanism:
@@ -674,6 +677,9 @@ _SHARED_PARAMETERS = """
         row_norm_bound: R. Private and public rows longer than R are scaled down to norm R in
             training. Without public rows, features are also divided by R.
         adjacency: "zero-out", or "replace" for the stronger guarantee with twice the noise.
+        unit: what each row is, "example" or "user": one row of each person, with all that is used
+            of them (`mirrordp.data.one_row_per_user`). The report says so, and a budget must have
+            the same unit. Nothing else changes: that no user has two rows is the caller's word.
         secure: whether to draw the noise exactly, on a lattice, from a cryptographic generator
             (`mirrordp.SecureGaussianNoise`; needs `pip install 'mirrordp[secure]'`). This is meant
             for models to release. Such a fit cannot be repeated, so that it takes neither a
@@ -743,6 +749,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
         row_norm_bound=None,
         guard=False,
         adjacency="zero-out",
+        unit="example",
         secure=False,
         random_state=None,
     ):
@@ -750,7 +757,7 @@ class PrivateLinearRegression(RegressorMixin, _PrivateLinearModel):
             epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
             method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
             learning_rate=learning_rate, row_norm_bound=row_norm_bound, guard=guard,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            adjacency=adjacency, unit=unit, secure=secure, random_state=random_state,
         )  # fmt: skip
         self.target_range = target_range
 
@@ -873,6 +880,7 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
         row_norm_bound=None,
         guard=False,
         adjacency="zero-out",
+        unit="example",
         secure=False,
         random_state=None,
     ):
@@ -880,7 +888,7 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
             epsilon, delta, allow_large_delta=allow_large_delta, fit_intercept=fit_intercept,
             method=method, num_steps=num_steps, l2_clip_norm=l2_clip_norm,
             learning_rate=learning_rate, row_norm_bound=row_norm_bound, guard=guard,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            adjacency=adjacency, unit=unit, secure=secure, random_state=random_state,
         )  # fmt: skip
         self.classes = classes
         self.class_weight = class_weight

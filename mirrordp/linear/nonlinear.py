@@ -72,11 +72,11 @@ class _Nonlinear(_PrivateLinearModel):
 
     def __init__(
         self, epsilon=1.0, delta=None, *, allow_large_delta=False, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
+        adjacency="zero-out", unit="example", secure=False, random_state=None,
     ):  # fmt: skip
         _set(
             self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, groups=groups,
-            adjacency=adjacency, secure=secure, random_state=random_state,
+            adjacency=adjacency, unit=unit, secure=secure, random_state=random_state,
         )  # fmt: skip
 
     def _groups(self, width: int) -> Sequence[Sequence[int]] | None:
@@ -119,11 +119,11 @@ class _Classifier(_Nonlinear):
 
     def __init__(
         self, epsilon=1.0, delta=None, *, allow_large_delta=False, classes=None, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
+        adjacency="zero-out", unit="example", secure=False, random_state=None,
     ):  # fmt: skip
         _set(
             self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta,
-            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            classes=classes, groups=groups, adjacency=adjacency, unit=unit, secure=secure,
             random_state=random_state,
         )  # fmt: skip
 
@@ -259,11 +259,11 @@ class _Networks(_Nonlinear):
 
     def __init__(
         self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, groups=None,
-        adjacency="zero-out", secure=False, random_state=None,
+        adjacency="zero-out", unit="example", secure=False, random_state=None,
     ):  # fmt: skip
         _set(
             self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
-            groups=groups, adjacency=adjacency, secure=secure, random_state=random_state,
+            groups=groups, adjacency=adjacency, unit=unit, secure=secure, random_state=random_state,
         )  # fmt: skip
 
     def _check_parameters(self) -> None:
@@ -298,6 +298,7 @@ class _Networks(_Nonlinear):
             l2_clip_norm=settings.l2_clip_norm,
             adjacency=Adjacency(self.adjacency),
             noise=noise,
+            unit=self.unit,
         )
 
     def _method(self, width: int, sparse: bool) -> str:
@@ -349,6 +350,7 @@ _PARAMETERS = """
 {own}        groups: lists of features that are indicators of one column's categories, which then
             count as one column. Data frames need no groups.
         adjacency: "zero-out", or "replace" with twice the noise (not for networks).
+        unit: what each row is, "example" or "user"; see `PrivateLinearRegression`.
         secure: whether the noise comes from a cryptographic generator.
         random_state: None for a fit to release; an integer makes it reproducible.
 
@@ -412,11 +414,11 @@ class PrivateNetworkClassifier(_Networks, PrivateLogisticRegression):
 
     def __init__(
         self, epsilon=1.0, delta=None, *, allow_large_delta=False, steps=_NUM_STEPS, classes=None,
-        groups=None, adjacency="zero-out", secure=False, random_state=None,
+        groups=None, adjacency="zero-out", unit="example", secure=False, random_state=None,
     ):  # fmt: skip
         _set(
             self, epsilon=epsilon, delta=delta, allow_large_delta=allow_large_delta, steps=steps,
-            classes=classes, groups=groups, adjacency=adjacency, secure=secure,
+            classes=classes, groups=groups, adjacency=adjacency, unit=unit, secure=secure,
             random_state=random_state,
         )  # fmt: skip
 
