@@ -958,9 +958,9 @@ class TestCommandLine:
     @pytest.mark.parametrize("options", [["--adjacency", "add-remove"], ["--unit", "user"]])
     def test_a_budget_of_another_kind(self, files, capsys, options):
         assert self.init(files, *options) == 0
-        assert "mirrordp fit" not in capsys.readouterr().out
+        assert "(mirrordp fit)" not in capsys.readouterr().out
         assert self.fit(files) == 2
-        assert "a fit cannot be charged" in capsys.readouterr().err
+        assert "this fit cannot be charged" in capsys.readouterr().err
 
     def test_replace(self, files):
         assert self.init(files, "--adjacency", "replace") == 0

@@ -1,17 +1,24 @@
 """One row of each user: whatever rows a user has, one row of what is trained on changes."""
 
+import contextlib
+import json
 import random
+import re
 import warnings
 
 import numpy as np
 import pandas
 import pytest
 
+from mirrordp import cli
 from mirrordp.data import UNPROTECTED, PrivateClients, UnprotectedWarning, one_row_per_user
-from mirrordp.data.users import _spelling
+from mirrordp.data.users import _name_order, _spelling
 from mirrordp.linear import PrivateLinearRegression, estimators, nonlinear
-from mirrordp.privacy.accounting import Adjacency
+from mirrordp.privacy.accounting import Adjacency, default_delta
+from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
+from mirrordp.tables import TableError, files as tables, fitting
+from mirrordp.tables.fitting import fit_files
 
 
 def chosen(owners, values=None, **options):
@@ -144,3 +151,393 @@ class TestTheUnitOfAnEstimator:
     def test_other_units_are_refused(self):
         with pytest.raises(ValueError, match=r"unit must be one of \('example', 'user'\)"):
             PrivateLinearRegression(unit="person").fit(*draw(9, 0), *draw(9, 1))
+
+
+class _Reached(Exception):
+    """What an estimator would be fitted to."""
+
+
+@pytest.fixture
+def trained_on(monkeypatch):
+    """Returns a function that gives the rows which `fit_files` trains on, and their targets."""
+
+    class Estimator:
+        def fit(self, features, target, *, counts, **others):
+            del others
+            raise _Reached(np.array(features), np.array(target), np.array(counts))
+
+    monkeypatch.setattr(fitting, "_estimator", lambda *_, **options: Estimator())
+
+    def rows(private, public, **options):
+        options = {"target": "y", "task": "regression", "epsilon": 1.0, "user": "who", **options}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            with pytest.raises(_Reached) as reached:
+                fit_files(private, public, **options)
+        return reached.value.args
+
+    return rows
+
+
+def write(path, columns):
+    if path.suffix == ".csv":
+        tables.write_table(path, columns)
+    else:
+        pandas.DataFrame(columns).to_parquet(path)
+    return path
+
+
+def public_table(path, **columns):
+    rng = np.random.default_rng(9)
+    x = rng.normal(size=40)
+    colour = [("red", "blue")[k % 2] for k in range(40)]
+    return write(path, {"x": x.tolist(), "colour": colour, "y": (x * 2).tolist(), **columns})
+
+
+def visits(rng, names, most=4):
+    """Rows of several users in any order."""
+    rows = [
+        {"who": name, "x": rng.random(), "colour": rng.choice(["red", "blue", "odd"]), "y": y}
+        for name in names
+        for y in (rng.choice([rng.random(), rng.random(), None]) for _ in range(most))
+        if y is None or y > 0.2 or name == names[0]
+    ]
+    rng.shuffle(rows)
+    return rows
+
+
+def as_columns(rows, order=("who", "x", "colour", "y")):
+    return {name: [row[name] for row in rows] for name in order}
+
+
+def in_many_batches(monkeypatch):
+    monkeypatch.setattr(tables, "_LEAST_PACKED", 0)
+    monkeypatch.setattr(tables, "_PIECE_BYTES", 700)
+    read = tables.read_batches
+    monkeypatch.setattr(
+        fitting, "read_batches", lambda *a, **options: read(*a, **options, batch_rows=7)
+    )
+
+
+class TestFilesOfVisits:
+    NAMES = ("10", "9", "ann", "Ann", "é", "x, y", '"q"', "a b")
+
+    @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_the_rows_of_one_user_change_one_row(
+        self, trained_on, tmp_path, monkeypatch, suffix, seed
+    ):
+        """More or fewer rows, elsewhere, with or without a target, and columns in any order."""
+        rng = random.Random(seed)
+        if seed % 2:
+            in_many_batches(monkeypatch)
+        names = [f"{name}{k}" for name in self.NAMES for k in range(3)]
+        rng.shuffle(names)
+        victim, *_ = names
+        others = [row for row in visits(rng, names) if row["who"] != victim]
+        public = public_table(tmp_path / "public.csv")
+        found = []
+        for number in range(4):
+            rows = list(others)
+            for row in visits(rng, [victim], most=rng.randint(1, 6)):
+                rows.insert(rng.randint(0, len(rows)), row)
+            order = rng.sample(["who", "x", "colour", "y"], 4)
+            private = write(tmp_path / f"{number}{suffix}", as_columns(rows, order))
+            found.append(trained_on(private, public))
+        present = {row["who"] for row in others} | {victim}
+        for arrays in found:
+            assert {len(array) for array in arrays} == {len(present)}
+        differ = np.zeros(len(present), bool)
+        for arrays in found[1:]:
+            for one, other in zip(arrays, found[0], strict=True):
+                differ |= (one != other).reshape(len(present), -1).any(axis=1)
+        assert np.count_nonzero(differ) == 1
+        place = sorted(present, key=lambda name: _name_order(name)).index(victim)
+        assert differ[place]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_however_the_file_is_read(self, trained_on, tmp_path, monkeypatch, seed):
+        rng = random.Random(seed)
+        rows = visits(rng, [f"{name}{k}" for name in self.NAMES for k in range(20)])
+        public = public_table(tmp_path / "public.csv")
+        paths = [write(tmp_path / f"a{kind}", as_columns(rows)) for kind in (".csv", ".parquet")]
+        head, *lines = paths[0].read_text().splitlines()
+        lines = [re.sub('^([^",]+),', r'  "\1",', line) for line in lines]
+        assert any(line.startswith('  "9') for line in lines)
+        paths.append(tmp_path / "blank.csv")
+        paths[2].write_text("\n\n".join([head, *lines]))
+        found = [trained_on(path, public) for path in paths]
+        found += [trained_on(path, public, memory=100) for path in paths]
+        in_many_batches(monkeypatch)
+        found += [trained_on(path, public) for path in paths]
+        for arrays in found[1:]:
+            for one, other in zip(arrays, found[0], strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    def test_rows_are_those_of_their_users(self, trained_on, tmp_path):
+        """The feature tells the user."""
+        names = [f"{k}" for k in range(300)]
+        rng = np.random.default_rng(0)
+        rows = [{"who": n, "x": int(n) / 300, "colour": "red", "y": int(n)} for n in names * 3]
+        rng.shuffle(rows)
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        public = public_table(tmp_path / "b.csv")
+        _, target, counts = trained_on(private, public)
+        np.testing.assert_array_equal(target, np.arange(300))
+        assert counts.all()
+
+    def test_a_user_without_a_target_contributes_nothing(self, trained_on, tmp_path):
+        rows = [
+            {"who": who, "x": 0.5, "colour": "red", "y": y}
+            for who, y in (("a", 1.0), ("b", None), ("a", None), ("b", None), ("a", None))
+        ]
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        _, target, counts = trained_on(private, public_table(tmp_path / "b.csv"))
+        assert counts.tolist() == [True, False]
+        assert target[0] == 1.0
+
+    @pytest.mark.parametrize("missing", ["", " ", "NA", "nan", "?", "NULL"])
+    def test_rows_without_an_owner_are_refused(self, tmp_path, missing):
+        rows = visits(random.Random(0), list("abc"))
+        for number in (0, 3):
+            rows[number]["who"] = missing
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        public = public_table(tmp_path / "b.csv")
+        with pytest.raises(ValueError, match="must have an owner, got 2 rows") as error:
+            fit_files(private, public, target="y", task="regression", epsilon=1.0, user="who")
+        assert UNPROTECTED in str(error.value)
+
+    def test_names_in_a_csv_file_are_text(self, trained_on, tmp_path):
+        """No cell decides how the names of others are read."""
+        rows = visits(random.Random(0), ["7", "07", "7.0", "1e3", "1000", "2024-01-01", "true"])
+        public = public_table(tmp_path / "b.csv")
+        features, *_ = trained_on(write(tmp_path / "a.csv", as_columns(rows)), public)
+        assert len(features) == 7
+        rows += [{"who": f" {name} ", "x": 0.1, "colour": "red", "y": 1.0} for name in ("7", "odd")]
+        features, *_ = trained_on(write(tmp_path / "a.csv", as_columns(rows)), public)
+        assert len(features) == 8
+
+    def test_names_in_a_parquet_file(self, trained_on, tmp_path):
+        pyarrow = pytest.importorskip("pyarrow")
+        save = pytest.importorskip("pyarrow.parquet").write_table
+        public = public_table(tmp_path / "b.csv")
+        near = [2**60, 2**60 + 1, 2**60, 5]
+        columns = {"x": [0.1, 0.2, 0.3, 0.4], "colour": ["red"] * 4, "y": [1.0, 2.0, 1.0, 4.0]}
+        table = pyarrow.table(columns)
+        kinds = [
+            (pyarrow.array(near), 3),
+            (pyarrow.array(near, pyarrow.uint64()).dictionary_encode(), 3),
+            (pyarrow.array(near).cast(pyarrow.decimal128(20, 0)), 3),
+            (pyarrow.array([7.0, 8.0, 7.0, 0.5]), 3),
+            (pyarrow.array(["7", "8", " 7", "x"]), 3),
+            (pyarrow.array(["7", "8", "7", "x"], pyarrow.large_string()), 3),
+        ]
+        path = tmp_path / "a.parquet"
+        for names, users in kinds:
+            save(table.append_column("who", names), path)
+            features, *_ = trained_on(path, public)
+            assert len(features) == users, names.type
+        for names in (
+            pyarrow.array(near).cast(pyarrow.timestamp("us")),
+            pyarrow.array([True, False, True, False]),
+            pyarrow.array([[1], [2], [3], [4]]),
+        ):
+            save(table.append_column("who", names), path)
+            with pytest.raises(TableError, match="text or numbers that name the users") as error:
+                fit_files(path, public, target="y", task="regression", epsilon=1.0, user="who")
+            assert UNPROTECTED in str(error.value)
+        save(table.append_column("who", pyarrow.array([1, None, 1, 2])), path)
+        with pytest.raises(ValueError, match="must have an owner, got 1 rows"):
+            fit_files(path, public, target="y", task="regression", epsilon=1.0, user="who")
+
+    def test_the_column_is_no_feature(self, trained_on, tmp_path):
+        """Whoever the public rows belong to."""
+        rows = visits(random.Random(0), [f"{k}" for k in range(12)])
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        found = [
+            trained_on(private, public_table(tmp_path / f"{number}.csv", **columns))
+            for number, columns in enumerate(
+                [{}, {"who": [k % 12 for k in range(40)]}, {"who": ["a", "b"] * 20}]
+            )
+        ]
+        assert found[0][0].shape == (12, 3)
+        for arrays in found[1:]:
+            for one, other in zip(arrays, found[0], strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    def test_public_and_test_rows_are_compared_with_all_private_rows(self, tmp_path):
+        rng = random.Random(0)
+        rows = [row for row in visits(rng, [f"{k}" for k in range(40)]) if row["y"] is not None]
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        other = write(tmp_path / "b.csv", as_columns(rows[:60]))
+        public = public_table(tmp_path / "c.csv")
+        options = {"target": "y", "task": "regression", "epsilon": 1.0, "user": "who"}
+        with pytest.raises(ValueError, match="public rows must be other rows than the private"):
+            fit_files(private, other, **options)
+        with pytest.raises(ValueError, match="test rows must be other rows than the private"):
+            fit_files(private, public, test=other, **options)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"user": "wo"}, r"name the users in column 'wo'.*did you mean 'who'"),
+            ({"user": "y"}, "a column of its own that names the users, got 'y'"),
+            ({"user": "colour", "categorical": ["colour"]}, "a column of its own"),
+        ],
+    )
+    def test_other_columns_are_refused(self, tmp_path, options, expected):
+        private = write(tmp_path / "a.csv", as_columns(visits(random.Random(0), ["a", "b"])))
+        public = public_table(tmp_path / "b.csv")
+        with pytest.raises(TableError, match=expected):
+            fit_files(private, public, target="y", task="regression", epsilon=1.0, **options)
+
+
+@pytest.fixture
+def files(tmp_path):
+    rng = random.Random(0)
+    write(tmp_path / "private.csv", as_columns(visits(rng, [f"p{k}" for k in range(400)])))
+    public_table(tmp_path / "public.csv")
+    return tmp_path
+
+
+def fit(files, *options, out="model", user=("--user", "who")):
+    paths = [str(files / name) for name in ("private.csv", "public.csv", out)]
+    arguments = ["fit", "--private", paths[0], "--public", paths[1], "--out", paths[2]]
+    arguments += ["--target", "y", "--task", "regression", "--epsilon", "1"]
+    return cli.main([*arguments, *user, *options])
+
+
+@pytest.mark.filterwarnings("ignore:.*beyond the range of the public table")
+@pytest.mark.filterwarnings("ignore:this is one of")
+class TestTheCommand:
+    def test_it_states_users(self, files, capsys):
+        owners = tables.read_table(files / "private.csv").columns["who"]
+        users = len(set(owners))
+        assert users < len(owners)
+        assert fit(files) == 0
+        captured = capsys.readouterr()
+        assert (
+            "for every user, of whom one row was used; the number of users counts as public."
+            in captured.out
+        )
+        assert "Left out: 'who', it names the users." in captured.out
+        # How many rows there are is a secret of users, and so are the names.
+        words = captured.out + "".join(path.read_text() for path in (files / "model").iterdir())
+        assert str(len(owners)) not in words
+        assert f"{len(owners):,} rows" not in captured.err
+        assert not any(name in words for name in ("p17", "p391"))
+        report = json.loads((files / "model" / "report.json").read_text())
+        assert report["unit"] == "user"
+        assert report["num_examples"] == users
+        assert report["delta"] == default_delta(users)
+        assert report["divisor"] == users
+        card = (files / "model" / "privacy_card.md").read_text()
+        assert "every user, with all of the user's rows together" in card
+        assert cli.main(["report", str(files / "model"), "--html", str(files / "a.html")]) == 0
+        assert "one user" in (files / "a.html").read_text()
+        capsys.readouterr()
+        assert fit(files, "--json", out="again") == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["unit"] == "user"
+        assert "who" not in result["features"]
+
+    def test_how_many_rows_there_are_is_not_shown(self, files):
+        noted = []
+
+        @contextlib.contextmanager
+        def stage(doing):
+            noted.append(doing)
+            yield noted.append
+
+        for user, expected in ((None, True), ("who", False)):
+            noted.clear()
+            fit_files(
+                files / "private.csv", files / "public.csv", target="y", task="regression",
+                epsilon=1.0, user=user, stage=stage, ignore=["who"],
+            )  # fmt: skip
+            rows = len(tables.read_table(files / "private.csv"))
+            assert any(f"{rows:,}" in words or str(rows) in words for words in noted) == expected
+
+    def test_without_it_rows_are_protected(self, files, capsys):
+        assert fit(files, user=("--ignore", "who")) == 0
+        assert "for every private row; the number of rows" in capsys.readouterr().out
+        report = json.loads((files / "model" / "report.json").read_text())
+        assert report["unit"] == "example"
+        assert report["num_examples"] == len(tables.read_table(files / "private.csv"))
+
+    def test_a_delta_above_one_over_the_users_is_refused(self, files, capsys):
+        users = len(set(tables.read_table(files / "private.csv").columns["who"]))
+        assert fit(files, "--delta", str(1.01 / users)) == 2
+        assert "delta" in capsys.readouterr().err
+        assert fit(files, "--delta", str(0.99 / users)) == 0
+
+    def test_the_default_delta_is_that_of_users(self, tmp_path):
+        who = np.arange(20_000) % 300
+        x = np.random.default_rng(0).random(20_000)
+        columns = {"who": who, "x": x, "colour": ["red"] * 20_000, "y": x}
+        private, public = write(tmp_path / "a.csv", columns), public_table(tmp_path / "b.csv")
+        fitted = fit_files(private, public, target="y", task="regression", epsilon=1.0, user="who")
+        assert fitted.report.delta == default_delta(300) == 1e-5 > default_delta(20_000)
+
+    @pytest.mark.parametrize("model", ["linear", "trees", "network"])
+    def test_a_budget_for_users(self, files, capsys, model):
+        folder = str(files / "b")
+        data = ["--data", str(files / "private.csv")]
+        init = ["budget", "init", folder, "--epsilon", "3", "--delta", "1e-5", *data]
+        assert cli.main([*init, "--unit", "user"]) == 0
+        assert "(mirrordp fit --user)" in capsys.readouterr().out
+        with Budget.open(folder) as budget:
+            before = budget.ledger.position
+        assert fit(files, "--budget", folder, user=("--ignore", "who")) == 2
+        message = capsys.readouterr().err
+        assert "a budget for rows" in message
+        assert "got unit user" in message
+        assert "add --user COLUMN" in message
+        with Budget.open(folder) as budget:
+            assert budget.ledger.position == before
+        assert fit(files, "--budget", folder, "--model", model) == 0
+        report = json.loads((files / "model" / "report.json").read_text())
+        assert report["ledger"]["budget"]["runs"] == 1
+        assert report["delta"] == 1e-5
+
+    def test_a_budget_for_rows_is_refused(self, files, capsys):
+        folder, data = str(files / "b"), str(files / "private.csv")
+        init = ["budget", "init", folder, "--epsilon", "3", "--delta", "1e-5", "--data", data]
+        assert cli.main(init) == 0
+        capsys.readouterr()
+        assert fit(files, "--budget", folder) == 2
+        message = capsys.readouterr().err
+        assert "a budget for users" in message
+        assert "--unit user" in message
+        assert not (files / "model").exists()
+
+    def test_a_run_that_was_cut_off(self, files, capsys, monkeypatch):
+        def killed(*_, **__):
+            raise SystemExit(9)
+
+        folder, data = str(files / "b"), str(files / "private.csv")
+        init = ["budget", "init", folder, "--epsilon", "3", "--delta", "1e-5", "--data", data]
+        assert cli.main([*init, "--unit", "user"]) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(fitting, "_scorers", killed)
+            with pytest.raises(SystemExit):
+                fit(files, "--budget", folder)
+        assert fit(files, "--budget", folder, "--resume", user=("--ignore", "who")) == 2
+        assert fit(files, "--budget", folder, "--resume", "--keep-checkpoint") == 0
+        with Budget.open(folder) as budget:
+            assert budget.status.runs == budget.status.charges == 1
+
+    def test_other_users_are_another_run(self, files, capsys, monkeypatch):
+        def killed(*_, **__):
+            raise SystemExit(9)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fitting, "_scorers", killed)
+            with pytest.raises(SystemExit):
+                fit(files)
+        text = (files / "private.csv").read_text()
+        (files / "private.csv").write_text(text.replace("p7,", "p8,"))
+        assert fit(files, "--resume") == 2
+        assert "private data" in capsys.readouterr().err
+        (files / "private.csv").write_text(text)
+        assert fit(files, "--resume") == 0

@@ -237,9 +237,10 @@ def _print_status(arguments: argparse.Namespace, status: "BudgetStatus") -> None
         return
     room = "nothing"
     if status.largest_epsilon > 0:
-        fits = status.unit == "example" and status.adjacency.num_examples_is_public
+        fits = status.adjacency.num_examples_is_public
+        command = "mirrordp fit" if status.unit == "example" else "mirrordp fit --user"
         room = (
-            f"for example, a full-batch run{' (mirrordp fit)' if fits else ''} of epsilon "
+            f"for example, a full-batch run{f' ({command})' if fits else ''} of epsilon "
             f"{status.largest_epsilon:g} at delta {status.delta:g}"
         )
     print_rows(

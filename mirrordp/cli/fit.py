@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         "--out model",
     )
     for name, summary in (
-        ("--private", f"{_TABLE}; every row is protected"),
+        ("--private", f"{_TABLE}; every row is protected, or every user with --user"),
         ("--public", f"{_TABLE} with the same columns; types, categories and scales come from it"),
     ):
         parser.add_argument(name, type=Path, required=True, metavar="FILE", help=summary)
@@ -69,14 +69,20 @@ def add(commands: Any) -> None:
         help="whether the target is a number, a class, a count or an ordered class such as a grade",
     )
     parser.add_argument(
+        "--user",
+        metavar="COLUMN",
+        help="protect users, whom this column of the private table names, instead of rows: one row "
+        "of each is used, which depends on that user's name and rows alone",
+    )
+    parser.add_argument(
         "--epsilon", type=positive, required=True, metavar="E", help="epsilon of this run"
     )
     parser.add_argument(
         "--delta",
         type=open_unit_interval,
         metavar="D",
-        help="delta, well below one over the number of private rows N (default: that of the "
-        "budget; without one, 1/(10 N) rounded down to a power of ten, and at most 1e-05)",
+        help="delta, well below one over the number N of private rows or users (default: that of "
+        "the budget; without one, 1/(10 N) rounded down to a power of ten, and at most 1e-05)",
     )
     parser.add_argument(
         "--allow-large-delta",
@@ -220,6 +226,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 epsilon=arguments.epsilon,
                 delta=arguments.delta,
                 allow_large_delta=arguments.allow_large_delta,
+                user=arguments.user,
                 model=arguments.model,
                 method=arguments.method,
                 guard=arguments.guard,
@@ -302,9 +309,12 @@ def _print_fitted(arguments: argparse.Namespace, fitted: "FittedTable", seconds:
             "At this epsilon, private rows would add more noise than knowledge: this is the model "
             "of the public rows alone."
         )
+    whom = "private row; the number of rows counts"
+    if report.unit == "user":
+        whom = "user, of whom one row was used; the number of users counts"
     print(
         f"Privacy: epsilon {upwards(report.epsilon)}, delta {upwards(report.delta, 6)} for every "
-        "private row; the number of rows counts as public."
+        f"{whom} as public."
     )
     print(
         f"Accountant: {report.accountant_method}. Adjacency: {report.adjacency.value}. Sampling: "

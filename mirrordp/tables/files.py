@@ -98,7 +98,11 @@ def _joined(parts: Sequence[Cells]) -> Cells:
 
 
 def read_batches(
-    path: str | Path, *, private: bool = False, batch_rows: int = _BATCH_ROWS
+    path: str | Path,
+    *,
+    private: bool = False,
+    batch_rows: int = _BATCH_ROWS,
+    names: str | None = None,
 ) -> Iterator[Table]:
     """Reads a table in one or more pieces of at most `batch_rows` rows, fewer if they are wide.
 
@@ -109,6 +113,8 @@ def read_batches(
         path: the file.
         private: whether messages about its rows need the mark `UNPROTECTED`.
         batch_rows: the largest number of rows in a piece.
+        names: a column of names, whose cells are text as it is written, or the numbers of a Parquet
+            file as Python has them. As float64, two long whole numbers would be one name.
 
     Raises:
         TableError: if the file cannot be read as a table with at least one row.
@@ -117,9 +123,13 @@ def read_batches(
     try:
         with open(path, "rb") as file:
             is_parquet = file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-        read = _parquet_batches if is_parquet else _csv_batches
+        batches = (
+            _parquet_batches(path, batch_rows, private, names)
+            if is_parquet
+            else _csv_batches(path, batch_rows, private)
+        )
         empty = True
-        for batch in read(path, batch_rows, private):
+        for batch in batches:
             empty = False
             yield batch
     except OSError as error:
@@ -288,7 +298,9 @@ def _check_names(path: Path, names: Sequence[str], private: bool) -> None:
         )
 
 
-def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Table]:
+def _parquet_batches(
+    path: Path, batch_rows: int, private: bool, names: str | None
+) -> Iterator[Table]:
     arrow, parquet = _pyarrow()
     try:
         # Buffers that are filled ahead stay until the end, so the whole file would be in memory.
@@ -298,7 +310,7 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
                 if len(batch):
                     columns, unreadable = {}, {}
                     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                        cells = arrow_cells(column)
+                        cells = _names(column) if name == names else arrow_cells(column)
                         if cells is None:
                             unreadable[name] = _kind(column.type)
                         else:
@@ -310,6 +322,18 @@ def _parquet_batches(path: Path, batch_rows: int, private: bool) -> Iterator[Tab
             f"{mark(private)}expected a Parquet table, got {str(path)!r} ({reason}); write "
             "it again."
         ) from None
+
+
+def _names(column: Any) -> tuple[Any, ...] | None:
+    """Returns text and numbers as Python has them, None if the type is none of these."""
+    types, kind = _pyarrow()[0].types, column.type
+    if types.is_dictionary(kind):
+        column, kind = column.dictionary_decode(), kind.value_type
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return tuple(column.to_pylist())
+    if types.is_string(kind) or types.is_large_string(kind) or _is_string_view(kind):
+        return tuple(_texts(column))
+    return None
 
 
 def arrow_cells(column: Any) -> Cells | None:

@@ -24,7 +24,8 @@ from dp_accounting import gaussian_mechanism
 
 from mirrordp._warn import warn
 from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
-from mirrordp.data.sources import computed_rows, is_on_disk
+from mirrordp.data.sources import GatheredRows, computed_rows, is_on_disk, read_rows, row_blocks
+from mirrordp.data.users import RowOwners
 from mirrordp.mirror import families
 from mirrordp.privacy import accounting
 from mirrordp.privacy.accounting import Adjacency
@@ -46,7 +47,7 @@ from mirrordp.tables import (
     read_table,
     write_table,
 )
-from mirrordp.tables.columns import Tally, kinds_of_values
+from mirrordp.tables.columns import MISSING, Tally, kinds_of_values
 from mirrordp.tables.files import listed, mark, nearest
 from mirrordp.tables.frames import is_frame, table_of
 from mirrordp.tables.learning import target_names
@@ -370,6 +371,7 @@ def fit_files(
     epsilon: float,
     delta: float | None = None,
     allow_large_delta: bool = False,
+    user: str | None = None,
     model: str = "auto",
     method: str = "auto",
     learning_rate: float | str = "auto",
@@ -395,14 +397,20 @@ def fit_files(
     the model is the same, to the bit.
 
     Args:
-        private: the CSV or Parquet file whose rows are protected; each row is one unit.
+        private: the CSV or Parquet file whose rows are protected; each row is one unit, unless
+            `user` is given.
         public: a CSV or Parquet file with the same columns that anyone may know.
         target: the column to predict, or several for regression, which one guarantee covers.
         task: one of `mirrordp.tables.TASKS`.
         epsilon: ε.
         delta: δ. The default is that of the budget or, without a budget, one that follows from the
-            number of rows (`accounting.default_delta`).
-        allow_large_delta: whether to accept a δ above one over the number of private rows.
+            number of rows or users (`accounting.default_delta`).
+        allow_large_delta: whether to accept a δ above one over the number of private rows or users.
+        user: the column that names the owner of each private row, to protect users instead of rows.
+            One row of each is used: `mirrordp.data.one_row_per_user` chooses among those with a
+            target, if there are any. No feature is made of the column, and the public file may lack
+            it. Its cells are text as it is written, so that 7 and 7.0 are two users, or the numbers
+            of a Parquet file.
         model: "linear", "trees" (values of cells of one or two columns), "network" (a small one),
             or "auto": the one that a rehearsal on public rows prefers. `method`, `learning_rate`
             and `guard` are settings of linear models, and "auto" is linear if one of them is
@@ -440,12 +448,19 @@ def fit_files(
         raise TableError("expected --test with --ceiling, got none; add test rows.")
     kind, settings = _kind(task, model, method, learning_rate, guard)
     names = target_names(target, task)
+    if user in (*names, *categorical):
+        raise TableError(
+            f"expected a column of its own that names the users, got {user!r}, which is also the "
+            "target or declared categorical; leave one of them out."
+        )
+    unit = "example" if user is None else "user"
+    ignore = (*ignore,) if user is None else (*ignore, user)
     if _same_content(private, public):
         raise TableError(
             f"expected two different files, got {str(private)!r} as private and as public table; "
             "calling private rows public does not make them public."
         )
-    adjacency = Adjacency.ZERO_OUT if spend is None else _adjacency_of(spend)
+    adjacency = Adjacency.ZERO_OUT if spend is None else _adjacency_of(spend, unit)
     budget = spend if isinstance(spend, Budget) else None
     if budget is not None:
         delta = budget.status.delta if delta is None else delta
@@ -477,18 +492,15 @@ def fit_files(
     rows_to_judge_by = None
     if test is not None:
         rows_to_judge_by = _read_test(encoding, Path(test), private, public)
+    owners = RowOwners()
     with stage(f"reading {private}") as note:
-        batches = _mention_unused(read_batches(private, private=True), table, ignore)
+        batches = read_batches(private, private=True, names=user)
+        batches = _counted(batches, note) if user is None else _owned(batches, user, owners)
         secret = encoding.encode(
-            _counted(batches, note),
+            _mention_unused(batches, table, ignore),
             private=True,
             memory=memory,
             kinds=kinds_of_values(table.columns),
-        )
-    if ceiling and is_on_disk(secret.features):
-        raise TableError(
-            f"expected private rows that fit in memory for --ceiling, got {len(secret.features)} "
-            "rows, which are kept on disk; leave --ceiling out."
         )
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
@@ -497,13 +509,27 @@ def fit_files(
             PublicData({"x": test_x, "y": test_y}),
             "test rows",
         )
+    if user is not None:
+        with stage("choosing one row of each user"):
+            # The estimator compares public rows with the chosen ones alone.
+            refuse_private_rows(
+                PrivateData({"x": secret.features, "y": secret.target}),
+                PublicData({"x": known.features[usable], "y": known.target[usable]}),
+            )
+            secret = _one_row_each(secret, owners, ", ".join(names), memory)
+    if ceiling and is_on_disk(secret.features):
+        raise TableError(
+            f"expected private rows that fit in memory for --ceiling, got {len(secret.features)} "
+            "rows, which are kept on disk; leave --ceiling out."
+        )
     if budget is not None and data_changed:
         # Whatever was compared before the file was read, the estimator compares once more.
         with stage(f"comparing {private} with the data of the budget"):
             budget.check_data(private, data_changed=True)
     from mirrordp.linear._noting import told
 
-    doing = f"training on {len(secret.features)} rows of {len(encoding.features)} features"
+    rows = "rows" if user is None else "users, a row each,"
+    doing = f"training on {len(secret.features)} {rows} of {len(encoding.features)} features"
     with stage(doing) as note, told(note):
         estimator = _estimator(
             task,
@@ -513,6 +539,7 @@ def fit_files(
             delta=delta,
             allow_large_delta=allow_large_delta,
             adjacency=adjacency.value,
+            unit=unit,
             secure=secure,
             random_state=seed,
             **settings,
@@ -578,7 +605,11 @@ def fit_files(
         shown_without_protection=shown,
     )
     fitted = dataclasses.replace(fitted, privacy=report.to_dict())
-    return FittedTable(fitted, report, learned.left_out, secret.unfamiliar, unprotected)
+    left_out = {
+        name: "it names the users" if name == user else reason
+        for name, reason in learned.left_out.items()
+    }
+    return FittedTable(fitted, report, left_out, secret.unfamiliar, unprotected)
 
 
 def _kind(
@@ -707,6 +738,39 @@ def _counted(batches: Iterable[Table], note: Callable[[str], object]) -> Iterato
         note(f"{rows:,} rows")
 
 
+def _owned(batches: Iterable[Table], user: str, owners: RowOwners) -> Iterator[Table]:
+    """Notes the owners of all rows. How many rows there are is secret if users are protected."""
+    for batch in batches:
+        if user not in batch.columns:
+            got = batch.unreadable.get(user, f"no such column{nearest(user, batch.columns)}")
+            raise TableError(
+                f"{mark(True)}expected text or numbers that name the users in column {user!r} of "
+                f"{batch.source!r}, got {got}; check the name, or convert the column."
+            )
+        cells: Iterable[Any] = batch.columns[user]
+        owners.append([None if isinstance(c, str) and c.strip() in MISSING else c for c in cells])
+        yield batch
+
+
+def _one_row_each(
+    table: EncodedTable, owners: RowOwners, target: str, memory: float
+) -> EncodedTable:
+    """Returns one row of each user, one with a target where there is any."""
+    rows = owners.one_row_each(~table.unusable)
+    found = GatheredRows(memory, expected=len(rows))
+    for start in range(0, len(rows), 2**14):
+        some = rows[start : start + 2**14]
+        found.append(*read_rows([table.features, table.target, table.unusable], some))
+    features, targets, unusable = found.finish()
+    unfamiliar = {name: words for name, words in table.unfamiliar.items() if name != target}
+    if lacking := sum(np.count_nonzero(unusable[block]) for block in row_blocks(unusable)):
+        unfamiliar[target] = (
+            f"{lacking} of {len(rows)} users without a row with a usable target, who contribute "
+            "nothing"
+        )
+    return EncodedTable(features, targets, unusable, unfamiliar)
+
+
 def _same_content(one: Path, other: Path) -> bool:
     """Returns whether two paths are the same file, or copies of each other."""
     try:
@@ -733,13 +797,16 @@ def _read_test(
     return rows.features[~rows.unusable], rows.target[~rows.unusable]
 
 
-def _adjacency_of(spend: Ledger | Budget) -> Adjacency:
-    unit = spend.unit if isinstance(spend, Budget) else "example"
-    if unit != "example" or not spend.adjacency.num_examples_is_public:
+def _adjacency_of(spend: Ledger | Budget, unit: str) -> Adjacency:
+    found = spend.unit if isinstance(spend, Budget) else unit
+    if found != unit or not spend.adjacency.num_examples_is_public:
+        what = "rows" if unit == "example" else "users"
+        advice = "add --user COLUMN, or " if (unit, found) == ("example", "user") else ""
         raise TableError(
-            "expected a budget for rows whose number is public (unit example, adjacency zero-out "
-            f"or replace), got unit {unit}, adjacency {spend.adjacency.value}, to which a fit "
-            "cannot be charged; make a separate budget for fits. What the two promise adds up."
+            f"expected a budget for {what} whose number is public (unit {unit}, adjacency zero-out "
+            f"or replace), got unit {found}, adjacency {spend.adjacency.value}, to which this fit "
+            f"cannot be charged; {advice}make a separate budget for it (mirrordp budget init "
+            f"--unit {unit}). What the two promise to a row adds up."
         )
     return spend.adjacency
 
