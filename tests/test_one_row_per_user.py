@@ -13,7 +13,7 @@ import pytest
 from mirrordp import cli
 from mirrordp.data import UNPROTECTED, PrivateClients, UnprotectedWarning, one_row_per_user
 from mirrordp.data.users import _name_order, _spelling
-from mirrordp.linear import PrivateLinearRegression, estimators, nonlinear
+from mirrordp.linear import PrivateLinearRegression, descent, estimators, nonlinear
 from mirrordp.privacy.accounting import Adjacency, default_delta
 from mirrordp.spending.budget import Budget
 from mirrordp.spending.ledger import Ledger
@@ -190,8 +190,8 @@ def write(path, columns):
 def public_table(path, **columns):
     rng = np.random.default_rng(9)
     x = rng.normal(size=40)
-    colour = [("red", "blue")[k % 2] for k in range(40)]
-    return write(path, {"x": x.tolist(), "colour": colour, "y": (x * 2).tolist(), **columns})
+    colour, y = ["red", "blue"] * 20, 2 * x + 0.3 * rng.normal(size=40)
+    return write(path, {"x": x.tolist(), "colour": colour, "y": y.tolist(), **columns})
 
 
 def visits(rng, names, most=4):
@@ -313,9 +313,10 @@ class TestFilesOfVisits:
         public = public_table(tmp_path / "b.csv")
         features, *_ = trained_on(write(tmp_path / "a.csv", as_columns(rows)), public)
         assert len(features) == 7
-        rows += [{"who": f" {name} ", "x": 0.1, "colour": "red", "y": 1.0} for name in ("7", "odd")]
+        further = (" 7 ", "odd ", "\xe9", "e\u0301")
+        rows += [{"who": name, "x": 0.1, "colour": "red", "y": 1.0} for name in further]
         features, *_ = trained_on(write(tmp_path / "a.csv", as_columns(rows)), public)
-        assert len(features) == 8
+        assert len(features) == 9
 
     def test_names_in_a_parquet_file(self, trained_on, tmp_path):
         pyarrow = pytest.importorskip("pyarrow")
@@ -392,6 +393,35 @@ class TestFilesOfVisits:
             fit_files(private, public, target="y", task="regression", epsilon=1.0, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*beyond the range of")
+@pytest.mark.parametrize("user", ["who", None])
+def test_a_user_moves_the_sum_by_at_most_the_clip_norm(tmp_path, monkeypatch, user):
+    """Thirty rows of one user count as one with the option, and as thirty without it."""
+    sums = []
+
+    def noiseless(stream, clipped_sum):
+        sums.append(clipped_sum / stream.l2_clip_norm)
+        return clipped_sum
+
+    def init(stream, mechanism, *_):
+        stream.l2_clip_norm = mechanism.l2_clip_norm
+
+    monkeypatch.setattr(descent.NoiseStream, "__init__", init)
+    monkeypatch.setattr(descent.NoiseStream, "__call__", noiseless)
+    others = [row for row in visits(random.Random(0), [f"{k}" for k in range(300)]) if row["y"]]
+    public = public_table(tmp_path / "public.csv")
+    first = []
+    for y in (None, 1e6):
+        rows = [*others, *({"who": "v", "x": 1.0, "colour": "red", "y": y} for _ in range(30))]
+        private = write(tmp_path / "private.csv", as_columns(rows))
+        options = {"target": "y", "task": "regression", "model": "linear", "epsilon": 9.0}
+        sums.clear()
+        fit_files(private, public, user=user, ignore=["who"], seed=0, **options)
+        first.append(sums[0])
+    moved = np.linalg.norm(first[1] - first[0])
+    assert 0.99 < moved <= 1 if user else moved > 29
+
+
 @pytest.fixture
 def files(tmp_path):
     rng = random.Random(0)
@@ -431,6 +461,7 @@ class TestTheCommand:
         assert report["num_examples"] == users
         assert report["delta"] == default_delta(users)
         assert report["divisor"] == users
+        assert report["charged_steps"] > 0
         card = (files / "model" / "privacy_card.md").read_text()
         assert "every user, with all of the user's rows together" in card
         assert cli.main(["report", str(files / "model"), "--html", str(files / "a.html")]) == 0
