@@ -108,6 +108,7 @@ class TestTheChoice:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             one_row_per_user(["7", "8.0", "x", "inf", "nan1", "infinity"])
+            assert len(one_row_per_user(["9007199254740993", 9007199254740992, "1e400"])) == 3
 
 
 ESTIMATORS = [

@@ -337,7 +337,10 @@ class RowOwners:
         """Returns the number of one row of each user, in the order of their names."""
         _refuse_missing(self._missing)
         keys = sorted(map(_name_order, self._numbers))
-        alike = sum(one[0] == other[0] < math.inf for one, other in itertools.pairwise(keys))
+        # Longer numbers may be the same float and different names.
+        alike = sum(
+            one[0] == other[0] and abs(one[0]) < 2**53 for one, other in itertools.pairwise(keys)
+        )
         if alike:
             warn(
                 f"{UNPROTECTED} {alike} names are the number of another user, written in another "
