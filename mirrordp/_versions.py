@@ -1,6 +1,6 @@
 """The versions of the libraries that decide the outcome of a run."""
 
-VERSION = "0.8.0"
+VERSION = "0.9.0"
 LIBRARIES = ("mirrordp", "jax", "jaxlib", "optax", "jax-privacy", "dp-accounting", "numpy")
 
 
