@@ -1,9 +1,11 @@
 """One row of each user: whatever rows a user has, one row of what is trained on changes."""
 
 import contextlib
+import decimal
 import json
 import random
 import re
+import shutil
 import warnings
 
 import numpy as np
@@ -92,6 +94,22 @@ class TestTheChoice:
         with pytest.raises(ValueError, match=r"must have an owner, got 1 rows") as error:
             one_row_per_user(["a", missing, "b"])
         assert UNPROTECTED in str(error.value)
+
+    def test_decimals_are_known_by_their_value(self):
+        """One name with more digits gives all names of a column more of them."""
+        names = ["7", "7.0", "7.00", "0.50", "0.5", "100", "1E+2", "-0", "0", "1e-30"]
+        spelled = [_spelling(decimal.Decimal(name)) for name in names]
+        assert spelled == ["7"] * 3 + ["0.5"] * 2 + ["100"] * 2 + ["0"] * 2 + [
+            "0." + 29 * "0" + "1"
+        ]
+        assert _spelling(decimal.Decimal(7)) == _spelling(7) == _spelling(7.0) == "7"
+        long = decimal.Decimal("9" * 76)
+        assert _spelling(long) == "9" * 76
+        assert len(one_row_per_user([decimal.Decimal("7"), decimal.Decimal("7.0"), 7])) == 1
+
+    def test_words_for_missing_names_are_named(self):
+        with pytest.warns(UnprotectedWarning, match="'<na>' and 'none' count as names of users"):
+            assert len(one_row_per_user(["None", "<NA>", "Bob"])) == 3
 
     def test_masked_names_are_refused(self):
         with pytest.raises(ValueError, match="must have an owner, got 1 rows"):
@@ -211,6 +229,12 @@ def as_columns(rows, order=("who", "x", "colour", "y")):
     return {name: [row[name] for row in rows] for name in order}
 
 
+def most_rows_of_one_user(path, odd):
+    row = {"x": 0.1, "colour": "red", "y": 1.0}
+    rows = [{"who": f"{number % 30}", **row} for number in range(60)]
+    return write(path, as_columns(rows + [{"who": "vic", **row, **odd}] * 200))
+
+
 def in_many_batches(monkeypatch):
     monkeypatch.setattr(tables, "_LEAST_PACKED", 0)
     monkeypatch.setattr(tables, "_PIECE_BYTES", 700)
@@ -304,7 +328,7 @@ class TestFilesOfVisits:
             rows[number]["who"] = missing
         private = write(tmp_path / "a.csv", as_columns(rows))
         public = public_table(tmp_path / "b.csv")
-        with pytest.raises(ValueError, match="must have an owner, got 2 rows") as error:
+        with pytest.raises(TableError, match=r"a user in column 'who' for.*got 2 rows") as error:
             fit_files(private, public, target="y", task="regression", epsilon=1.0, user="who")
         assert UNPROTECTED in str(error.value)
 
@@ -331,6 +355,7 @@ class TestFilesOfVisits:
             (pyarrow.array(near, pyarrow.uint64()).dictionary_encode(), 3),
             (pyarrow.array(near).cast(pyarrow.decimal128(20, 0)), 3),
             (pyarrow.array([7.0, 8.0, 7.0, 0.5]), 3),
+            (pyarrow.array([7.0, 8.0, 7.0, 0.5], pyarrow.float32()), 3),
             (pyarrow.array(["7", "8", " 7", "x"]), 3),
             (pyarrow.array(["7", "8", "7", "x"], pyarrow.large_string()), 3),
         ]
@@ -343,14 +368,63 @@ class TestFilesOfVisits:
             pyarrow.array(near).cast(pyarrow.timestamp("us")),
             pyarrow.array([True, False, True, False]),
             pyarrow.array([[1], [2], [3], [4]]),
+            pyarrow.array([2.0**53, 1.0, 2.0, 3.0]),
+            pyarrow.array([2.0**24, 1.0, 2.0, 3.0], pyarrow.float32()),
         ):
             save(table.append_column("who", names), path)
             with pytest.raises(TableError, match="text or numbers that name the users") as error:
                 fit_files(path, public, target="y", task="regression", epsilon=1.0, user="who")
             assert UNPROTECTED in str(error.value)
         save(table.append_column("who", pyarrow.array([1, None, 1, 2])), path)
-        with pytest.raises(ValueError, match="must have an owner, got 1 rows"):
+        with pytest.raises(TableError, match=r"a user in column 'who' for.*got 1 rows"):
             fit_files(path, public, target="y", task="regression", epsilon=1.0, user="who")
+
+    def test_one_decimal_does_not_rename_others(self, trained_on, tmp_path):
+        pyarrow = pytest.importorskip("pyarrow")
+        save = pytest.importorskip("pyarrow.parquet").write_table
+        path, public = tmp_path / "a.parquet", public_table(tmp_path / "b.csv")
+        names = [decimal.Decimal(number % 30) for number in range(90)]
+        x = [number / 100 for number in range(90)]
+        found = []
+        for first in ("0", "0.0"):
+            names[0] = decimal.Decimal(first)
+            columns = {"who": pyarrow.array(names), "x": x, "colour": ["red"] * 90, "y": x}
+            save(pyarrow.table(columns), path)
+            found.append(trained_on(path, public)[1])
+        assert len(found[0]) == 30
+        np.testing.assert_array_equal(*found)
+
+    @pytest.mark.parametrize("odd", [{"x": "odd"}, {"y": "odd"}])
+    def test_one_user_with_most_rows_ends_no_fit(self, trained_on, tmp_path, odd):
+        """What is refused follows from the chosen rows."""
+        private = most_rows_of_one_user(tmp_path / "a.csv", odd)
+        features, *_ = trained_on(private, public_table(tmp_path / "b.csv"))
+        assert len(features) == 31
+
+    @pytest.mark.filterwarnings("ignore:.*beyond the range of")
+    def test_the_operator_is_told_of_the_chosen_rows(self, tmp_path):
+        private = most_rows_of_one_user(tmp_path / "a.csv", {"x": 1e6})
+        public = public_table(tmp_path / "b.csv")
+        fitted = fit_files(private, public, target="y", task="regression", epsilon=1.0, user="who")
+        assert fitted.unprotected_cells["x"].startswith("1 of 31 numbers beyond")
+
+    def test_a_file_that_changes_while_it_is_read_is_refused(self, tmp_path, monkeypatch):
+        rows = visits(random.Random(0), [f"{k}" for k in range(12)])
+        private = write(tmp_path / "a.csv", as_columns(rows))
+        read, count = tables.read_batches, 0
+
+        def changing(path, **options):
+            nonlocal count
+            if path == private and (count := count + 1) == 2:
+                write(private, as_columns(rows[::-1]))
+            return read(path, **options)
+
+        monkeypatch.setattr(fitting, "read_batches", changing)
+        with pytest.raises(TableError, match="to stay as it is while it is read"):
+            fit_files(
+                private, public_table(tmp_path / "b.csv"),
+                target="y", task="regression", epsilon=1.0, user="who",
+            )  # fmt: skip
 
     def test_the_column_is_no_feature(self, trained_on, tmp_path):
         """Whoever the public rows belong to."""
@@ -531,6 +605,23 @@ class TestTheCommand:
         report = json.loads((files / "model" / "report.json").read_text())
         assert report["ledger"]["budget"]["runs"] == 1
         assert report["delta"] == 1e-5
+
+    def test_a_budget_is_for_the_users_of_one_column(self, files, capsys):
+        """What one user is under one column may be many under another."""
+        private = pandas.read_csv(files / "private.csv", dtype=str)
+        private["visit"] = [f"visit {number}" for number in range(len(private))]
+        private.to_csv(files / "private.csv", index=False)
+        folder, data = str(files / "b"), str(files / "private.csv")
+        init = ["budget", "init", folder, "--epsilon", "3", "--delta", "1e-5", "--data", data]
+        assert cli.main([*init, "--unit", "user"]) == 0
+        other = ("--user", "visit", "--ignore", "who")
+        assert fit(files, "--budget", folder, "--ignore", "visit") == 0
+        assert "each 'who'" in (files / "model" / "privacy_card.md").read_text()
+        shutil.rmtree(files / "model")
+        assert fit(files, "--budget", folder, user=other) == 2
+        assert "a ledger of those in column 'who' and a fit" in capsys.readouterr().err
+        with Budget.open(folder) as budget:
+            assert budget.status.runs == 1
 
     def test_a_budget_for_rows_is_refused(self, files, capsys):
         folder, data = str(files / "b"), str(files / "private.csv")

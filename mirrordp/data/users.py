@@ -5,6 +5,7 @@ chosen: every check and conversion here treats each user alone.
 """
 
 import dataclasses
+import decimal
 import hashlib
 import itertools
 import math
@@ -318,24 +319,37 @@ class PublicClients(ClientData):
         return PublicData(self.arrays)
 
 
+_UNNAMED = frozenset({"none", "<na>", "nat", "nan", "na", "n/a", "null", "?"})
+"""Text that programs write for a missing name."""
+
+
 class RowOwners:
     """The owners of rows that come in batches; see `one_row_per_user`."""
 
     def __init__(self):
         self._numbers: dict[str, int] = {}
         self._owners: list[np.ndarray] = []
-        self._missing = 0
+        self.missing = 0
 
     def append(self, user_ids: Sequence[Hashable] | np.ndarray) -> None:
         """Adds the owners of further rows."""
-        self._missing += _num_missing(user_ids)
+        self.missing += _num_missing(user_ids)
         names, which = _distinct_names(_uncast(user_ids))
         numbers = [self._numbers.setdefault(_spelling(n), len(self._numbers)) for n in names]
         self._owners.append(np.array(numbers, np.int32)[which])
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the same users own the same rows."""
+        if not isinstance(other, RowOwners):
+            return NotImplemented
+        mine, theirs = (np.concatenate(owners or [[]]) for owners in (self._owners, other._owners))
+        return self._numbers == other._numbers and np.array_equal(mine, theirs)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
     def one_row_each(self, usable: np.ndarray | None = None) -> np.ndarray:
         """Returns the number of one row of each user, in the order of their names."""
-        _refuse_missing(self._missing)
+        _refuse_missing(self.missing)
         keys = sorted(map(_name_order, self._numbers))
         # Longer numbers may be the same float and different names.
         alike = sum(
@@ -346,6 +360,13 @@ class RowOwners:
                 f"{UNPROTECTED} {alike} names are the number of another user, written in another "
                 "way, such as 7 and 7.0 or 07. They count as different users. If they are not, "
                 "write them in one way: who has two names is protected less.",
+                UnprotectedWarning,
+            )
+        if unnamed := sorted(_UNNAMED & {name.casefold() for name in self._numbers}):
+            warn(
+                f"{UNPROTECTED} {' and '.join(map(repr, unnamed))} count as names of users, in "
+                "whatever case. If programs wrote them for missing names, their rows are those of "
+                "several people, who are protected less. Leave such rows out.",
                 UnprotectedWarning,
             )
         names = [name for _, name in keys]
@@ -378,8 +399,8 @@ def one_row_per_user(
     The number of users counts as public (zero-out adjacency). A user who joins or leaves changes
     it, moves the chosen rows of others and changes none of them.
 
-        rows = one_row_per_user(visits["patient"])
-        model = PrivateLinearRegression(unit="user").fit(x[rows], y[rows], ...)
+        rows = one_row_per_user(visits["patient"])  # positions: use .iloc with pandas
+        model = PrivateLinearRegression(unit="user").fit(x.iloc[rows], y.iloc[rows], ...)
 
     >>> one_row_per_user(["Ann", "Bob", "Ann", "Cy", " Ann"])
     array([4, 1, 3])
@@ -579,9 +600,18 @@ def _spelling(name: Hashable) -> str:
         return str(tuple(map(_spelling, name)))
     if isinstance(name, bytes):
         name = name.decode(errors="backslashreplace")
+    if isinstance(name, decimal.Decimal):
+        # 7.0 beside 7.25 is written with two digits by some programs: one name would change others.
+        name = _plain(name)
     if isinstance(name, float | np.floating) and name.is_integer():
         name = int(name)
     return unicodedata.normalize("NFC", str(name).strip())
+
+
+def _plain(number: decimal.Decimal) -> str:
+    """Returns all digits of a number, without zeros at the end."""
+    text = format(number, "f") if number else "0"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _name_entropy(name: Hashable) -> list[int]:

@@ -84,6 +84,7 @@ class Ledger:
     def __init__(self, adjacency: Adjacency):
         self._adjacency = adjacency
         self._covers: Covers | None = None
+        self._users: str | None = None
         self._blocks: list[tuple[DpEvent, int]] = []
         self._process = os.getpid()
         self.mutex = threading.RLock()
@@ -111,6 +112,24 @@ class Ledger:
 
     def _keep(self, covers: Covers) -> None:
         self._covers = covers
+
+    def require_users(self, column: str) -> None:
+        """Raises unless the fits before had the users that this column names; the first decides.
+
+        What is one user under one column may be many under another.
+        """
+        with self.mutex:
+            if self._users is None:
+                self._keep_users(column)
+            if self._users != column:
+                raise ValueError(
+                    f"all fits on one ledger protect the same users, got a ledger of those in "
+                    f"column {self._users!r} and a fit of those in {column!r}. Use another ledger; "
+                    "what two of them promise adds up."
+                )
+
+    def _keep_users(self, column: str) -> None:
+        self._users = column
 
     def charge(self, event: DpEvent, *, block: Block | None = None) -> None:
         """Appends an event; equal consecutive events are kept as one with a count.
@@ -472,6 +491,8 @@ class FileLedger(Ledger):
         self._records.append(record)
         if record["kind"] == "covers":
             self._covers = Covers(str(record["unit"]), bool(record["participation_is_seen"]))
+        if record["kind"] == "users":
+            self._users = str(record["column"])
         if record["kind"] != "charge":
             return
         super().charge(event_from_dict(record["event"]))
@@ -481,6 +502,9 @@ class FileLedger(Ledger):
 
     def _keep(self, covers: Covers) -> None:
         self.append("covers", covers._asdict())
+
+    def _keep_users(self, column: str) -> None:
+        self.append("users", {"column": column})
 
     def close(self) -> None:
         """Unlocks the ledger."""

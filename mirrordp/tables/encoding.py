@@ -221,6 +221,7 @@ class TableEncoding(FeatureEncoding):
         private: bool,
         memory: float = math.inf,
         kinds: Mapping[str, str] | None = None,
+        judged: bool = True,
     ) -> EncodedTable:
         """Encodes features and target.
 
@@ -230,6 +231,7 @@ class TableEncoding(FeatureEncoding):
             memory: the largest number of bytes to hold in memory. If the arrays are larger, they
                 are memory maps of unnamed temporary files (see `mirrordp.data.sources`).
             kinds: what the public columns hold, for private rows; see `kinds_of_values`.
+            judged: whether to refuse and warn of what the public table does not cover.
 
         Raises:
             TableError: if a column is missing, if most of its filled cells have another type, or if
@@ -245,7 +247,8 @@ class TableEncoding(FeatureEncoding):
             features = np.empty((len(table), len(self.features)))
             self._encode_features(table, tallies, features)
             found.append(features, *self._encode_targets(table, tallies))
-        self.judge(tallies, source, private=private)
+        if judged:
+            self.judge(tallies, source, private=private)
         features, target, unusable = found.finish()
         num_unusable = sum(np.count_nonzero(unusable[block]) for block in row_blocks(unusable))
         if num_unusable == len(unusable):

@@ -65,16 +65,15 @@ class Table:
 
     def rows(self, keep: np.ndarray) -> "Table":
         """Returns the rows for which the mask `keep` is true."""
-        return Table(
-            self.source,
-            {
-                name: cells[keep]
-                if isinstance(cells, np.ndarray)
-                else tuple(itertools.compress(cells, keep))
-                for name, cells in self.columns.items()
-            },
-            self.unreadable,
-        )
+        columns = {}
+        for name, cells in self.columns.items():
+            if isinstance(cells, np.ndarray):
+                columns[name] = cells[keep]
+            elif isinstance(cells, PackedText):
+                columns[name] = cells.select(keep)
+            else:
+                columns[name] = tuple(itertools.compress(cells, keep))
+        return dataclasses.replace(self, columns=columns)
 
 
 def read_table(path: str | Path) -> Table:
@@ -329,7 +328,13 @@ def _names(column: Any) -> tuple[Any, ...] | None:
     types, kind = _pyarrow()[0].types, column.type
     if types.is_dictionary(kind):
         column, kind = column.dictionary_decode(), kind.value_type
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+    if types.is_floating(kind):
+        cells = column.to_pylist()
+        # Beyond, whole numbers were rounded when the file was written: two names may be one.
+        largest = 2.0 ** {16: 11, 32: 24}.get(kind.bit_width, 53)
+        rounded = any(cell is not None and abs(cell) >= largest for cell in cells)
+        return None if rounded else tuple(cells)
+    if types.is_integer(kind) or types.is_decimal(kind):
         return tuple(column.to_pylist())
     if types.is_string(kind) or types.is_large_string(kind) or _is_string_view(kind):
         return tuple(_texts(column))

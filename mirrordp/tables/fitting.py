@@ -24,7 +24,7 @@ from dp_accounting import gaussian_mechanism
 
 from mirrordp._warn import warn
 from mirrordp.data import PrivateData, PublicData, UnprotectedWarning, refuse_private_rows
-from mirrordp.data.sources import GatheredRows, computed_rows, is_on_disk, read_rows, row_blocks
+from mirrordp.data.sources import GatheredRows, computed_rows, is_on_disk, read_rows
 from mirrordp.data.users import RowOwners
 from mirrordp.mirror import families
 from mirrordp.privacy import accounting
@@ -492,31 +492,44 @@ def fit_files(
     rows_to_judge_by = None
     if test is not None:
         rows_to_judge_by = _read_test(encoding, Path(test), private, public)
-    owners = RowOwners()
-    with stage(f"reading {private}") as note:
-        batches = read_batches(private, private=True, names=user)
-        batches = _counted(batches, note) if user is None else _owned(batches, user, owners)
-        secret = encoding.encode(
-            _mention_unused(batches, table, ignore),
-            private=True,
-            memory=memory,
-            kinds=kinds_of_values(table.columns),
-        )
+    if user is None:
+        with stage(f"reading {private}") as note:
+            secret = encoding.encode(
+                _mention_unused(_counted(read_batches(private, private=True), note), table, ignore),
+                private=True,
+                memory=memory,
+                kinds=kinds_of_values(table.columns),
+            )
+        compared = secret
+    else:
+        with stage(f"reading {private}"):
+            owners, compared = _rows_of_users(private, user, encoding, memory)
+        with stage("choosing one row of each user"):
+            rows = owners.one_row_each(~compared.unusable)
+            batches = _rows_of(private, user, owners, rows)
+            secret = encoding.encode(
+                _mention_unused(batches, table, ignore),
+                private=True,
+                memory=memory,
+                kinds=kinds_of_values(table.columns),
+            )
+            secret = _in_order(secret, rows, ", ".join(names), memory)
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
         refuse_private_rows(
-            PrivateData({"x": secret.features, "y": secret.target}),
+            PrivateData({"x": compared.features, "y": compared.target}),
             PublicData({"x": test_x, "y": test_y}),
             "test rows",
         )
     if user is not None:
-        with stage("choosing one row of each user"):
-            # The estimator compares public rows with the chosen ones alone.
-            refuse_private_rows(
-                PrivateData({"x": secret.features, "y": secret.target}),
-                PublicData({"x": known.features[usable], "y": known.target[usable]}),
-            )
-            secret = _one_row_each(secret, owners, ", ".join(names), memory)
+        # The estimator compares public rows with the chosen ones alone.
+        refuse_private_rows(
+            PrivateData({"x": compared.features, "y": compared.target}),
+            PublicData({"x": known.features[usable], "y": known.target[usable]}),
+        )
+        if spend is not None:
+            (spend if budget is None else budget.ledger).require_users(user)
+    del compared
     if ceiling and is_on_disk(secret.features):
         raise TableError(
             f"expected private rows that fit in memory for --ceiling, got {len(secret.features)} "
@@ -600,7 +613,8 @@ def fit_files(
     report = dataclasses.replace(
         estimator.privacy_,
         tuning=_tuning(estimator.privacy_.tuning, model),
-        title=f"{task} of {listed(names)} from {len(encoding.columns)} columns of a table",
+        title=f"{task} of {listed(names)} from {len(encoding.columns)} columns of a table"
+        + (f", one row of each {user!r}" if user is not None else ""),
         results=results,
         shown_without_protection=shown,
     )
@@ -738,36 +752,74 @@ def _counted(batches: Iterable[Table], note: Callable[[str], object]) -> Iterato
         note(f"{rows:,} rows")
 
 
-def _owned(batches: Iterable[Table], user: str, owners: RowOwners) -> Iterator[Table]:
-    """Notes the owners of all rows. How many rows there are is secret if users are protected."""
-    for batch in batches:
-        if user not in batch.columns:
-            got = batch.unreadable.get(user, f"no such column{nearest(user, batch.columns)}")
-            raise TableError(
-                f"{mark(True)}expected text or numbers that name the users in column {user!r} of "
-                f"{batch.source!r}, got {got}; check the name, or convert the column."
-            )
-        cells: Iterable[Any] = batch.columns[user]
-        owners.append([None if isinstance(c, str) and c.strip() in MISSING else c for c in cells])
-        yield batch
+def _rows_of_users(
+    path: Path, user: str, encoding: TableEncoding, memory: float
+) -> tuple[RowOwners, EncodedTable]:
+    """Returns the owners of all rows, and all rows as they are, not judged.
+
+    How many rows there are is secret if users are protected.
+    """
+    owners = RowOwners()
+
+    def noted() -> Iterator[Table]:
+        for batch in read_batches(path, private=True, names=user):
+            owners.append(_names_in(batch, user))
+            yield batch
+
+    table = encoding.encode(noted(), private=True, memory=memory, judged=False)
+    if owners.missing:
+        raise TableError(
+            f"{mark(True)}expected a user in column {user!r} for every row of {str(path)!r}, got "
+            f"{owners.missing} rows without one (an empty cell, or a word for missing such as NA); "
+            "leave such rows out."
+        )
+    return owners, table
 
 
-def _one_row_each(
-    table: EncodedTable, owners: RowOwners, target: str, memory: float
-) -> EncodedTable:
-    """Returns one row of each user, one with a target where there is any."""
-    rows = owners.one_row_each(~table.unusable)
+def _names_in(batch: Table, user: str) -> list[Any]:
+    if user not in batch.columns:
+        got = batch.unreadable.get(user, f"no such column{nearest(user, batch.columns)}")
+        raise TableError(
+            f"{mark(True)}expected text or numbers that name the users in column {user!r} of "
+            f"{batch.source!r}, got {got}; check the name, or convert the column."
+        )
+    cells: Iterable[Any] = batch.columns[user]
+    return [None if isinstance(c, str) and c.strip() in MISSING else c for c in cells]
+
+
+def _rows_of(path: Path, user: str, owners: RowOwners, rows: np.ndarray) -> Iterator[Table]:
+    """Yields the chosen rows in the order of the file, which must be what it was.
+
+    What is refused and what is warned of follows from them alone: a user with many rows has one.
+    """
+    again, start = RowOwners(), 0
+    rows = np.sort(rows)
+    for batch in read_batches(path, private=True, names=user):
+        again.append(_names_in(batch, user))
+        first, last = np.searchsorted(rows, (start, start + len(batch)))
+        keep = np.zeros(len(batch), bool)
+        keep[rows[first:last] - start] = True
+        start += len(batch)
+        if keep.any():
+            yield batch.rows(keep)
+    if again != owners:
+        raise TableError(
+            f"expected {str(path)!r} to stay as it is while it is read, got another one; run the "
+            "command again."
+        )
+
+
+def _in_order(table: EncodedTable, rows: np.ndarray, target: str, memory: float) -> EncodedTable:
+    """Returns rows that were read in the order of the file in the order of `rows`."""
+    places = np.argsort(np.argsort(rows))
     found = GatheredRows(memory, expected=len(rows))
     for start in range(0, len(rows), 2**14):
-        some = rows[start : start + 2**14]
+        some = places[start : start + 2**14]
         found.append(*read_rows([table.features, table.target, table.unusable], some))
     features, targets, unusable = found.finish()
-    unfamiliar = {name: words for name, words in table.unfamiliar.items() if name != target}
-    if lacking := sum(np.count_nonzero(unusable[block]) for block in row_blocks(unusable)):
-        unfamiliar[target] = (
-            f"{lacking} of {len(rows)} users without a row with a usable target, who contribute "
-            "nothing"
-        )
+    unfamiliar = dict(table.unfamiliar)
+    if target in unfamiliar:
+        unfamiliar[target] = unfamiliar[target].replace(" rows ", " users ", 1)
     return EncodedTable(features, targets, unusable, unfamiliar)
 
 
