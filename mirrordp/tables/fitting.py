@@ -528,7 +528,7 @@ def fit_files(
             PublicData({"x": known.features[usable], "y": known.target[usable]}),
         )
         if spend is not None:
-            (spend if budget is None else budget.ledger).require_users(user)
+            (spend.ledger if isinstance(spend, Budget) else spend).require_users(user)
     del compared
     if ceiling and is_on_disk(secret.features):
         raise TableError(
