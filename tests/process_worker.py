@@ -70,10 +70,20 @@ def begun(case: dict, rows, **options):
     def loss(params, example):
         return case.get("scale", 1.0) * test_mesh.loss(params, example)
 
+    if "users" in case:
+        return begun_on_users(case["users"], **options)
+    public = None
+    if "public" in case:
+        # So many of the private rows, and as many others.
+        copied = jax.tree.map(lambda leaf: leaf[: case["public"]], test_mesh.ROWS.arrays)
+        public = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf + 1]), copied)
+        public = mirrordp.PublicData(copied if case.get("all copied") else public)
     return tools.train(
         loss,
         test_mesh.START,
         mirrordp.PrivateData(rows),
+        public,
+        alpha=1.0 if public is None else 0.5,
         mechanism=mechanism(case),
         optimizer=tools.sgd(0.1),
         steps_per_call=2,
@@ -81,6 +91,34 @@ def begun(case: dict, rows, **options):
         seed=case.get("seed", 1),
         **options,
     )
+
+
+def begun_on_users(names: list[str], **options):
+    """Returns a run of one step on users of these names, whose number follows from the memory."""
+    import mirrordp
+    from mirrordp.privacy import FullBatch
+    from tests import tools
+
+    users = [np.full((2, 3), len(name), np.float32) for name in names]
+    return tools.federated_train(
+        lambda params, row: ((params - row) ** 2).sum(),
+        np.zeros(3, np.float32),
+        mirrordp.PrivateClients.from_users(users, ids=names, max_examples_per_user=2),
+        mechanism=tools.mechanism(sampling=FullBatch.of(4), num_steps=1, unit="user"),
+        client_learning_rate=0.1,
+        seed=1,
+        **options,
+    )
+
+
+def state_after(case: dict, rows, mesh):
+    """Returns the state of a case after so many steps, or one that was changed since."""
+    from mirrordp.training.processes import on_host
+
+    ahead = {info.step: state for state, info in begun(case, rows, mesh=mesh)}
+    state = on_host(ahead[case["from"]])
+    moved = jax.tree.map(lambda leaf: leaf + case.get("moved", 0), state.params)
+    return state._replace(params=moved)
 
 
 def trained(folder: Path, index: int, count: int, case: dict) -> dict:
@@ -94,11 +132,11 @@ def trained(folder: Path, index: int, count: int, case: dict) -> dict:
     kind = case.get("dtype", "float32")
     rows = jax.tree.map(lambda leaf: leaf[case.get("left out", 0) :].astype(kind), rows)
     rows = jax.tree.map(lambda leaf: leaf + case.get("shift", 0), rows)
-    spend = mirrordp.Ledger(mechanism(case).adjacency)
+    kept = mechanism(case).adjacency
+    spend = mirrordp.Ledger(mirrordp.Adjacency(case.get("ledger for", kept.value)))
     if "ledger" in case:
         path = folder / case["ledger"]
-        adjacency = mechanism(case).adjacency
-        spend = FileLedger.open(path) if path.exists() else FileLedger.create(path, adjacency)
+        spend = FileLedger.open(path) if path.exists() else FileLedger.create(path, kept)
     elif index == 0 and "budget" in case:
         path, data = folder / case["budget"], mirrordp.PrivateData(rows)
         spend = (
@@ -117,9 +155,10 @@ def trained(folder: Path, index: int, count: int, case: dict) -> dict:
         if "refuse" in case:
             spend.charge = refuse  # pyright: ignore[reportOptionalMemberAccess]
         if "hasty" in case:
-            bookkeeping.SharedBooks.charge = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+            bookkeeping.SharedBooks.charge = bookkeeping.SharedBooks._agree  # pyright: ignore[reportAttributeAccessIssue]
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        run = begun(case, rows, mesh=mesh, spend=spend, checkpoint=checkpoint)
+        state = state_after(case, rows, mesh) if "from" in case else None
+        run = begun(case, rows, mesh=mesh, spend=spend, checkpoint=checkpoint, state=state)
         seen, params = [], {}
         for state, info in run:
             params = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes().hex(), state.params)

@@ -22,6 +22,9 @@ CASES = {
     "rows": {"process 1": {"left out": 1}},
     "mechanisms": {"process 1": {"noise": 1.5}, "process 0": {"ledger": "refused.jsonl"}},
     "kinds": {"process 1": {"dtype": "float16"}},
+    "gone on": {"from": 2},
+    "other steps": {"from": 4, "process 1": {"from": 2}},
+    "moved": {"from": 4, "process 1": {"moved": 3}},
     "two ledgers": {"process 0": {"ledger": "a.jsonl"}, "process 1": {"ledger": "b.jsonl"}},
     "fresh": {"seed": None, "process 0": {"ledger": "fresh.jsonl"}},
     "bound": {"budget": "budget", "seed": 11},
@@ -109,6 +112,8 @@ def test_add_remove_keeps_records_in_their_process(folder):
         ("mechanisms", "mechanism.noise_multiplier (1.0 in process 0, 1.5 in process 1)"),
         ("rows", "num_examples=40"),
         ("kinds", "private[1] (float32[8] in process 0, float16[8] in process 1)"),
+        ("other steps", "step of the state (4 in process 0, 2 in process 1)"),
+        ("moved", "differences in: state."),
     ],
 )
 def test_differences_are_named_everywhere(folder, name, message):
@@ -119,6 +124,12 @@ def test_differences_are_named_everywhere(folder, name, message):
 def test_nothing_was_charged_by_what_was_refused(folder):
     records = FileLedger.read(folder / "refused.jsonl").records
     assert not [record for record in records if "stop" in record]
+
+
+def test_a_run_goes_on_from_a_state(folder):
+    whole, rest = result(folder, "plain"), result(folder, "gone on")
+    assert rest["params"] == whole["params"]
+    assert rest["seen"] == whole["seen"][1:]
 
 
 def test_an_error_of_one_process_ends_the_others(folder):

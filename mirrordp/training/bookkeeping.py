@@ -460,12 +460,22 @@ class SharedBooks:
 
     def charge(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Charges steps; returns on no process before it is done on process 0."""
+        self._agree(before, after)
         if self._group.is_first:
             self._own.charge(before, after)
-        charged = self._group.from_first([int(count) for count in after])
-        assert charged == [int(count) for count in after], "the processes are in different steps"
+        self._group.from_first("charged")
         if not self._group.is_first:
             self._own.charge(before, after)
+
+    def _agree(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Raises before a charge if processes are about to compute different steps."""
+        own = [[int(count) for count in counts] for counts in (before, after)]
+        every = self._group.to_first(own)
+        if any(each != own for each in every):
+            raise RuntimeError(
+                "all processes of a run must be about to compute the same private steps, got "
+                f"{every}. Start the same program with the same arguments everywhere."
+            )
 
     def keep(self, state: PyTree, kept: Kept, block: int, *, is_last: bool) -> None:
         """Writes a checkpoint if one is due; returns on no process before it is on disk."""

@@ -54,7 +54,7 @@ from mirrordp.training.placement import (
     placement_for,
     rows_per_shard,
 )
-from mirrordp.training.processes import Group, on_host
+from mirrordp.training.processes import Group, described_split, on_host
 from mirrordp.training.step import (
     Private,
     PrivateSum,
@@ -402,7 +402,7 @@ def _start(
             group=group,
             counts=counts,
         )
-        entropies = books.verified(functools.partial(_configuration, plan, starts))
+        entropies = books.verified(functools.partial(_configuration, plan, starts, given))
         random = [randomness(entropy, secure=mechanism.is_secure) for entropy in entropies]
         if placement is not None:
             plan = plan._replace(layout=_layout(plan, placement, entropies[0]))
@@ -939,19 +939,29 @@ def _whole_steps(is_last: Sequence[np.ndarray], infos: Sequence[StepInfo]) -> St
 _MAPPED = 2
 
 
-def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> dict[str, str]:
+def _configuration(
+    plan: _Plan, starts: Sequence[_Start], given: State | None, key: bytes | None
+) -> dict[str, str]:
     """Returns everything that decides what the run computes, in words or as a fingerprint.
 
     Args:
         plan: what is to run.
         starts: where the runs begin.
+        given: the state that a run of several processes goes on from, or None.
         key: the key of the fingerprints; None leaves out the private records, which would have to
             be read.
     """
     has_records, key = key is not None, key or b"no secret"
     kinds = {}
     if plan.group is not None:
-        starts = on_host(starts)
+        # Gathering waits for everyone, so all must have the same arrays to gather.
+        plan.group.compare(
+            {
+                "placement of the starting parameters": described_split(starts),
+                "placement of the state": described_split(given),
+            }
+        )
+        starts, given = on_host(starts), on_host(given)
         arrays = jax.tree_util.tree_leaves_with_path(plan.private.arrays)
         kinds = {
             f"private{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape[1:])}"
@@ -986,6 +996,9 @@ def _configuration(plan: _Plan, starts: Sequence[_Start], key: bytes | None) -> 
         ),
         **kinds,
     }
+    if given is not None:
+        described["step of the state"] = str(int(given.step))
+        described["state"] = _fingerprint.of_arrays(key, given)
     described |= described_chart(step, params, key, [start.params for start in starts])
     if has_records:
         described[PRIVATE_RECORDS] = _fingerprint.of_arrays(key, (records, plan.excluded))

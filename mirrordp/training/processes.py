@@ -78,13 +78,18 @@ class Group:
         Raises:
             ProcessLost: if a process ended or failed before it gave its value.
         """
-        place = f"{self._name}/{next(self._messages)}"
+        return self._received(self._sent(value), value)
+
+    def to_first(self, value: Any) -> list[Any]:
+        """Returns the values of all processes to process 0, and nothing to the others."""
+        place = self._sent(value)
+        if not self.is_first:
+            return []
+        found = self._received(place, value)
         with _named_errors():
-            self._client.key_value_set(f"{place}/{self.index}", json.dumps(value))
-        return [
-            value if each == self.index else json.loads(self._wait(f"{place}/{each}", each))
-            for each in range(self.count)
-        ]
+            # There is one such message for every block of a run.
+            self._client.key_value_delete(place)
+        return found
 
     def from_first(self, value: Any) -> Any:
         """Returns the value of process 0; the others need none."""
@@ -94,6 +99,18 @@ class Group:
                 self._client.key_value_set(place, json.dumps(value))
             return value
         return json.loads(self._wait(place, 0))
+
+    def _sent(self, value: Any) -> str:
+        place = f"{self._name}/{next(self._messages)}"
+        with _named_errors():
+            self._client.key_value_set(f"{place}/{self.index}", json.dumps(value))
+        return place
+
+    def _received(self, place: str, own: Any) -> list[Any]:
+        return [
+            own if each == self.index else json.loads(self._wait(f"{place}/{each}", each))
+            for each in range(self.count)
+        ]
 
     def _wait(self, place: str, sender: int) -> str:
         while True:
@@ -365,6 +382,20 @@ def source_digest() -> str:
 # Arrays.
 
 
+def described_split(tree: PyTree) -> str:
+    """Returns in words which arrays are split over processes, and how: what `on_host` gathers."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return str(
+        {jax.tree_util.keystr(path): str(leaf.sharding) for path, leaf in leaves if _is_split(leaf)}
+    )
+
+
+def _is_split(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
+
+
 def on_host(tree: PyTree) -> PyTree:
     """Returns a tree of arrays that lie on devices of several processes as arrays of this process.
 
@@ -377,9 +408,9 @@ def on_host(tree: PyTree) -> PyTree:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = gathered(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
-        if leaf.is_fully_addressable or leaf.is_fully_replicated:
-            return np.asarray(leaf)
-        return multihost_utils.process_allgather(leaf, tiled=True)
+        if _is_split(leaf):
+            return multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
 
     return jax.tree.map(gathered, tree)
 
