@@ -1,8 +1,11 @@
 """Two kinds of data that cannot be confused; overlap; what is refused, and how it is said."""
 
 import copy
+import json
 import pickle
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +187,49 @@ class TestOverlap:
         ) as bad:
             excluded_rows(PrivateData(private), PublicData(public), overlap)
         assert UNPROTECTED in str(bad.value)
+
+    @pytest.mark.parametrize(
+        ("private", "public", "is_refused"),
+        [
+            (np.arange(40), np.arange(40), True),
+            # Every row has an equal, in the other process.
+            (np.tile(np.arange(20), 2), np.arange(20), False),
+            (np.tile(np.arange(20), 2), np.tile(np.arange(20), 2)[::-1], True),
+            (np.tile(np.arange(20), 2), np.repeat(np.arange(10), 4), False),
+            (np.arange(40), np.arange(20, 60), False),
+            (np.arange(40), np.arange(19, 59), True),
+        ],
+        ids=["all", "repeated", "copied", "counted otherwise", "half", "more than half"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*equal a public row")
+    def test_several_processes_judge_as_one(self, private, public, is_refused):
+        parts, barrier, said = np.split(private, 2), threading.Barrier(2), {}
+        public = PublicData(public)
+
+        def judged(part, gather=None):
+            try:
+                return excluded_rows(PrivateData(part), public, gather=gather)
+            except ValueError as error:
+                return str(error)
+
+        def of_process(number):
+            def gather(value):
+                said[number] = json.dumps(value)
+                barrier.wait(10)
+                found = [json.loads(said[each]) for each in range(2)]
+                barrier.wait(10)
+                return found
+
+            return judged(parts[number], gather)
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(of_process, range(2)))
+        expected = judged(private)
+        assert isinstance(expected, str) == is_refused
+        if is_refused:
+            assert found == [expected] * 2
+        else:
+            np.testing.assert_array_equal(np.concatenate(found), expected)
 
     def test_refuse_without_overlap(self):
         mask = excluded_rows(PrivateData(rows()), PublicData(rows(seed=1)), Overlap.REFUSE)

@@ -25,6 +25,11 @@ CASES = {
     "gone on": {"from": 2},
     "other steps": {"from": 4, "process 1": {"from": 2}},
     "moved": {"from": 4, "process 1": {"moved": 3}},
+    "public": {"public": 5},
+    "copied": {"public": 40, "all copied": True},
+    "users": {"users": ["a", "bb"], "process 1": {"users": ["ccc", "dddd"]}},
+    "user twice": {"users": ["a", "bb"], "process 1": {"users": ["ccc", " bb"]}},
+    "adjacencies": {"process 1": {"ledger for": "add-remove"}},
     "two ledgers": {"process 0": {"ledger": "a.jsonl"}, "process 1": {"ledger": "b.jsonl"}},
     "fresh": {"seed": None, "process 0": {"ledger": "fresh.jsonl"}},
     "bound": {"budget": "budget", "seed": 11},
@@ -85,7 +90,8 @@ def alone(case):
     return jax.device_get(state.params), info, str(ledger.event)
 
 
-@pytest.mark.parametrize("name", ["plain", "further", "streamed"])
+@pytest.mark.filterwarnings("ignore:.*equal a public row")
+@pytest.mark.parametrize("name", ["plain", "further", "streamed", "public"])
 def test_the_run_is_that_of_one_process_to_the_bit(folder, name):
     expected, info, charged = alone(CASES[name])
     found = result(folder, name)
@@ -114,6 +120,8 @@ def test_add_remove_keeps_records_in_their_process(folder):
         ("kinds", "private[1] (float32[8] in process 0, float16[8] in process 1)"),
         ("other steps", "step of the state (4 in process 0, 2 in process 1)"),
         ("moved", "differences in: state."),
+        ("copied", "got 40 of 40 public rows that equal a private row"),
+        ("user twice", "got 1 whose name several processes have"),
     ],
 )
 def test_differences_are_named_everywhere(folder, name, message):
@@ -130,6 +138,20 @@ def test_a_run_goes_on_from_a_state(folder):
     whole, rest = result(folder, "plain"), result(folder, "gone on")
     assert rest["params"] == whole["params"]
     assert rest["seen"] == whole["seen"][1:]
+
+
+def test_users_of_several_processes(folder):
+    """Nobody has said how many are computed side by side."""
+    names = CASES["users"]["users"] + CASES["users"]["process 1"]["users"]
+    run = process_worker.begun_on_users(names, mesh=test_mesh.mesh(4))
+    *_, (state, _) = run
+    assert result(folder, "users")["params"] == np.asarray(state.params).tobytes().hex()
+
+
+def test_every_process_has_a_ledger_of_the_same_kind(folder):
+    first, second = errors(folder, "adjacencies")
+    assert second.startswith("ValueError: one ledger has one adjacency, got a ledger of 'add-remo")
+    assert first == f"ProcessLost: process 1 stopped the run: {second}"
 
 
 def test_an_error_of_one_process_ends_the_others(folder):

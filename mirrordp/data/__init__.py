@@ -7,6 +7,7 @@ from mirrordp._lazy import lazily
 if TYPE_CHECKING:
     from mirrordp.data.rows import (
         UNPROTECTED as UNPROTECTED,
+        Gather as Gather,
         Overlap as Overlap,
         PrivateData as PrivateData,
         PublicData as PublicData,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         PublicClients as PublicClients,
         excluded_users as excluded_users,
         one_row_per_user as one_row_per_user,
+        refuse_shared_users as refuse_shared_users,
         require_private_clients as require_private_clients,
     )
 

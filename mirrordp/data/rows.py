@@ -8,11 +8,13 @@ exceptions that carry the mark `UNPROTECTED`; it never reaches a report, a card 
 """
 
 import array
+import base64
 import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -266,8 +268,18 @@ def _structure(data: PrivateData | PublicData) -> PyTree:
     return jax.tree.map(kind, data.arrays)
 
 
+Gather = Callable[[Any], list[Any]]
+"""Given a value of this process, returns those of all processes that hold private records.
+
+The values are those that JSON knows."""
+
+
 def excluded_rows(
-    private: PrivateData, public: PublicData, overlap: Overlap = Overlap.DROP
+    private: PrivateData,
+    public: PublicData,
+    overlap: Overlap = Overlap.DROP,
+    *,
+    gather: Gather | None = None,
 ) -> np.ndarray:
     """Returns a mask of the private rows that equal a public row, which contribute nothing.
 
@@ -281,6 +293,8 @@ def excluded_rows(
         public: the public rows, of the same structure.
         overlap: whether to mask such rows (`DROP`), with a warning for the operator only, or to
             raise.
+        gather: where several processes hold parts of the private rows, which are judged together;
+            all of them make this call.
 
     Returns:
         A boolean array of length `len(private)`.
@@ -290,7 +304,7 @@ def excluded_rows(
     """
     require_same_structure(private, public)
     mask, found = _equal_rows(private, public)
-    _refuse_private_rows(private, public, found, "public rows")
+    _refuse_private_rows(private, public, found, "public rows", gather or _alone)
     announce_overlap(mask, "private rows equal a public row", overlap)
     return mask
 
@@ -312,24 +326,40 @@ def refuse_private_rows(private: PrivateData, other: PublicData, what: str = "pu
         ValueError: if most of them equal a private row. The message is for the operator only.
     """
     _, found = _equal_rows(private, other)
-    _refuse_private_rows(private, other, found, what)
+    _refuse_private_rows(private, other, found, what, _alone)
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 def _refuse_private_rows(
-    private: PrivateData, other: PublicData, found: set[bytes], what: str
+    private: PrivateData,
+    other: PublicData,
+    found: collections.Counter[bytes],
+    what: str,
+    gather: Gather,
 ) -> None:
-    """Does what `refuse_private_rows` says, given the rows that `_equal_rows` found."""
-    others = list(_row_bytes(other))
-    shared = sum(row in found for row in others)
-    if 2 * shared <= len(others):
+    """Does what `refuse_private_rows` says, given what `_equal_rows` found in each process."""
+    others = collections.Counter(_row_bytes(other))
+    own = [[number, found[row]] for number, row in enumerate(others) if row in found]
+    parts = gather([zlib.crc32(_row_hashes(other)), len(private), own])
+    if len({hashed for hashed, _, _ in parts}) > 1:
+        raise ValueError(f"all processes of a run must be given the same {what}, got others.")
+    counts = list(others.values())
+    num_private, num_equal = 0, [0] * len(counts)
+    for _, length, pairs in parts:
+        num_private += length
+        for number, count in pairs:
+            num_equal[number] += count
+    shared = sum(count for count, equal in zip(counts, num_equal, strict=True) if equal)
+    if 2 * shared <= len(other):
         return
-    repeated = _share_repeated(private)
-    is_copy = len(others) == len(private) and (
-        collections.Counter(others) == collections.Counter(_row_bytes(private))
-    )
-    if shared / len(others) > 2 * repeated or is_copy:
+    repeated = _share_repeated(private, num_private, gather)
+    is_copy = len(other) == num_private and counts == num_equal
+    if shared / len(other) > 2 * repeated or is_copy:
         raise ValueError(
-            f"{what} must be other rows than the private ones, got {shared} of {len(others)} "
+            f"{what} must be other rows than the private ones, got {shared} of {len(other)} "
             f"{what} that equal a private row. Calling private rows public does not make them "
             f"public; if anybody may know these, remove them from the private rows. {UNPROTECTED}"
         )
@@ -348,11 +378,13 @@ def announce_overlap(excluded: np.ndarray, what: str, overlap: Overlap) -> None:
     warn(f"{UNPROTECTED} {message}; they contribute nothing to training.", UnprotectedWarning)
 
 
-def _equal_rows(private: PrivateData, other: PublicData) -> tuple[np.ndarray, set[bytes]]:
-    """Returns a mask of the private rows that equal one of the others, and the bytes of these."""
+def _equal_rows(
+    private: PrivateData, other: PublicData
+) -> tuple[np.ndarray, collections.Counter[bytes]]:
+    """Returns a mask of the private rows that equal one of the others, and their bytes, counted."""
     known = set(_row_bytes(other))
     hashes = np.unique(_row_hashes(other))
-    mask, found = np.zeros(len(private), bool), set()
+    mask, found = np.zeros(len(private), bool), collections.Counter()
     for start, part in sources.chunks(private.arrays):
         # As a rule few rows have the hash of another; only these can be equal.
         leaves = jax.tree.leaves(part)
@@ -360,21 +392,23 @@ def _equal_rows(private: PrivateData, other: PublicData) -> tuple[np.ndarray, se
             content = _bytes_of(leaves, row)
             if content in known:
                 mask[start + row] = True
-                found.add(content)
+                found[content] += 1
     return mask, found
 
 
-def _share_repeated(data: PrivateData) -> float:
-    """Returns the share of rows that equal another one, as far as hashes tell."""
-    repeated, passes = 0, -(-len(data) // _HASHES)
+def _share_repeated(data: PrivateData, num_rows: int, gather: Gather) -> float:
+    """Returns the share of the rows of all processes that equal another one, as hashes tell."""
+    repeated, passes = 0, -(-num_rows // _HASHES)
     for number in range(passes):
         # Equal rows have equal hashes, so that each pass can look at some of the hashes. It is
         # their upper bits that depend on all bits of the values.
         parts = (_hashes(jax.tree.leaves(part)) for _, part in sources.chunks(data.arrays))
         some = [part[(part >> np.uint64(40)) % np.uint64(passes) == number] for part in parts]
-        counts = np.unique(np.concatenate(some), return_counts=True)[1]
+        texts = gather(base64.b64encode(np.concatenate(some)).decode())
+        hashes = np.frombuffer(b"".join(map(base64.b64decode, texts)), np.uint64)
+        counts = np.unique(hashes, return_counts=True)[1]
         repeated += int(counts[counts > 1].sum())
-    return repeated / len(data)
+    return repeated / num_rows
 
 
 def _row_hashes(data: PrivateData | PublicData) -> np.ndarray:

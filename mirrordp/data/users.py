@@ -4,11 +4,13 @@ What one user's rows or name are must not decide how those of another user are r
 chosen: every check and conversion here treats each user alone.
 """
 
+import collections
 import dataclasses
 import decimal
 import hashlib
 import itertools
 import math
+import secrets
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self
@@ -23,6 +25,7 @@ from mirrordp.data import sources
 from mirrordp.data.rows import (
     HIDDEN,
     UNPROTECTED,
+    Gather,
     Overlap,
     PublicData,
     UnprotectedWarning,
@@ -49,7 +52,8 @@ class ClientData:
             memory maps or sources (`mirrordp.data.sources`) stay on disk.
         num_examples: the number of rows that each user owns, which may be zero.
         ids: the users' names, or None if they are not known. A run refuses or drops a private user
-            whose name is also a public user's.
+            whose name is also a public user's, and a run of several processes refuses users of whom
+            two processes have rows. Without names, the caller vouches that there are none.
         max_examples_per_user: the bound, a public constant.
     """
 
@@ -632,6 +636,31 @@ def require_private_clients(data: object, name: str = "private") -> None:
         f"Wrap the sensitive users: {name}=PrivateClients.from_rows(arrays, user_ids).",
         **{name: data},
     )
+
+
+def refuse_shared_users(private: PrivateClients, gather: Gather) -> None:
+    """Refuses users whose name several processes have: each adds up to C to the sum there.
+
+    Users without names are not compared.
+
+    Args:
+        private: the users of this process.
+        gather: gives the values of all processes, which all make this call.
+
+    Raises:
+        ValueError: if there are any, for the operator only.
+    """
+    # Names shall not stand in messages, nor hashes that confirm a guess of a name later.
+    key = bytes.fromhex(gather(secrets.token_hex(32))[0])
+    spelled = map(_spelling, private.ids or ())
+    own = [hashlib.blake2b(name.encode(), key=key, digest_size=16).hexdigest() for name in spelled]
+    counts = collections.Counter(itertools.chain.from_iterable(gather(own)))
+    shared = sum(count > 1 for count in counts.values())
+    if shared:
+        raise ValueError(
+            f"a user belongs to one process with all of its rows, got {shared} whose name several "
+            f"processes have. Bring all rows of a user into one process. {UNPROTECTED}"
+        )
 
 
 def excluded_users(

@@ -555,11 +555,14 @@ def check_shared(group: Group, mechanism: Mechanism, spend: Ledger | Budget | No
             "secure noise is drawn by one process from its operating system, got a run of "
             f"{group.count} processes. Use GaussianNoise(), or one process with several devices."
         )
-    if not group.is_first and isinstance(spend, FileLedger | Budget):
+    if group.is_first:
+        return
+    if isinstance(spend, FileLedger | Budget):
         raise ValueError(
             "process 0 alone keeps the ledger of a run, got a file in process "
             f"{group.index} too. Pass spend=... if jax.process_index() == 0 else None."
         )
+    ledger_for(mechanism.adjacency, spend, mechanism.unit)
 
 
 def require_repeatable(mechanism: Mechanism) -> None:

@@ -18,6 +18,7 @@ import optax
 
 from mirrordp import _validate
 from mirrordp.data import (
+    Gather,
     Overlap,
     PrivateData,
     PublicData,
@@ -222,13 +223,18 @@ class TrainStep:
                 f"{jax.tree.map(jnp.shape, found)!s:.300}."
             )
 
-    def fitted(self, params: Params, private: PrivateData) -> Self:
+    def fitted(self, params: Params, private: PrivateData, *, gather: Gather | None = None) -> Self:
         """Returns the step itself: `microbatch_size` alone decides what is in memory."""
-        del params, private
+        del params, private, gather
         return self
 
     def excluded(
-        self, private: PrivateData, public: PublicData | None, overlap: Overlap
+        self,
+        private: PrivateData,
+        public: PublicData | None,
+        overlap: Overlap,
+        *,
+        gather: Gather | None = None,
     ) -> np.ndarray:
         """Returns which private rows equal a public row and are left out.
 
@@ -238,7 +244,7 @@ class TrainStep:
             self.public_loss_fn is None or have_same_structure(private, public)
         ):
             return np.zeros(len(private), bool)
-        return excluded_rows(private, public, overlap)
+        return excluded_rows(private, public, overlap, gather=gather)
 
     def records(self, data: PrivateData | PublicData) -> Batch:
         """Returns the rows as a tree of arrays."""

@@ -363,15 +363,18 @@ def _start(
     with on_mesh(placement):
         params = _placed(params, placement)
         step.check(params, private, public)
-        counts = [len(private)] if group is None else group.gather(len(private))
+        gather = None if group is None else group.gather
+        counts = [len(private)] if gather is None else gather(len(private))
         mechanism.check_num_examples(sum(counts))
+        if group is not None:
+            group.compare(_forms(private, public))
         needs_grad = needs_public_grad(step, params, has_public=public is not None)
         reads_public = needs_grad or bool((alphas < 1).any())
         if reads_public:
             _check_public(step, params, public, alphas, needs_grad=needs_grad)
         first = _check_state(given, runs, checkpoint, alphas)
         starts = [_starting_point(step, params, run, placement) for run in runs]
-        step = step.fitted(params, private)
+        step = step.fitted(params, private, gather=gather)
     with on_mesh(placement), contextlib.ExitStack() as stack:
         open_books = Books.open
         if group is not None:
@@ -394,7 +397,7 @@ def _start(
             private=private,
             public=public if reads_public else None,
             needs_public_grad=needs_grad,
-            excluded=step.excluded(private, public, options.overlap),
+            excluded=step.excluded(private, public, options.overlap, gather=gather),
             steps_per_call=min(options.steps_per_call or step.steps_per_call, total),
             stream=_streams(private, placement) if options.stream is None else options.stream,
             is_sweep=is_sweep,
@@ -952,7 +955,6 @@ def _configuration(
             be read.
     """
     has_records, key = key is not None, key or b"no secret"
-    kinds = {}
     if plan.group is not None:
         # Gathering waits for everyone, so all must have the same arrays to gather.
         plan.group.compare(
@@ -962,11 +964,6 @@ def _configuration(
             }
         )
         starts, given = on_host(starts), on_host(given)
-        arrays = jax.tree_util.tree_leaves_with_path(plan.private.arrays)
-        kinds = {
-            f"private{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape[1:])}"
-            for path, leaf in arrays
-        }
     # What lies on several devices would be part of the text of a program.
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type),
@@ -994,7 +991,6 @@ def _configuration(
         checkpoints.MACHINE: checkpoints.machine(
             sizes_follow_memory=getattr(step, "microbatch_size", 0) is None
         ),
-        **kinds,
     }
     if given is not None:
         described["step of the state"] = str(int(given.step))
@@ -1011,6 +1007,16 @@ def _configuration(
             "public_loss_fn": described_loss("public_loss_fn", step, loss_fn, params, plan.public),
         }
     return described
+
+
+def _forms(private: Private, public: Public | None) -> dict[str, str]:
+    """Returns the types and forms of records, which decide what processes ask each other."""
+    found = {"private": type(private).__name__, "public": type(public).__name__}
+    for name, data in (("private", private), ("public", public)):
+        arrays = [] if data is None else jax.tree_util.tree_leaves_with_path(data.arrays)
+        for path, leaf in arrays:
+            found[f"{name}{jax.tree_util.keystr(path)}"] = f"{leaf.dtype}{list(leaf.shape[1:])}"
+    return found
 
 
 def described_chart(

@@ -29,12 +29,14 @@ import optax
 from mirrordp import _validate
 from mirrordp.data import (
     ClientData,
+    Gather,
     Overlap,
     PrivateClients,
     PublicClients,
     PublicData,
     excluded_users,
     read_rows,
+    refuse_shared_users,
     require_private_clients,
 )
 from mirrordp.data.sources import on_disk
@@ -442,21 +444,30 @@ class FederatedStep:
         warn_of_unused(traced, self.trainable.part(params))
         self.check_isolated(params, _padded_user(private), example_key())
 
-    def fitted(self, params: Params, private: PrivateClients) -> Self:
-        """Returns the step with `users_per_pass` decided."""
-        if self.users_per_pass is not None:
-            return self
-        return dataclasses.replace(
-            self, users_per_pass=default_users_per_pass(self, params, private)
-        )
+    def fitted(
+        self, params: Params, private: PrivateClients, *, gather: Gather | None = None
+    ) -> Self:
+        """Returns the step with `users_per_pass` decided: the smallest of all processes."""
+        found = self.users_per_pass or default_users_per_pass(self, params, private)
+        if gather is not None:
+            found = min(gather(found))
+        return dataclasses.replace(self, users_per_pass=found)
 
     def excluded(
         self,
         private: PrivateClients,
         public: PublicClients | PublicData | None,
         overlap: Overlap,
+        *,
+        gather: Gather | None = None,
     ) -> np.ndarray:
-        """Returns which private users have the name of a public user and are left out."""
+        """Returns which private users have the name of a public user and are left out.
+
+        Raises:
+            ValueError: if several processes have rows of one user.
+        """
+        if gather is not None:
+            refuse_shared_users(private, gather)
         if not isinstance(public, PublicClients):
             return np.zeros(len(private), bool)
         return excluded_users(private, public, overlap)
@@ -771,7 +782,7 @@ def default_users_per_pass(step: FederatedStep, params: Params, clients: ClientD
     kept = nbytes(jax.eval_shape(residuals, jax.eval_shape(lambda: params), batch))
     rows = clients.max_examples_per_user * clients.nbytes / max(int(clients.num_examples.sum()), 1)
     per_user = 2 * kept + 4 * nbytes(params) + rows
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     budget = 2**29 if limit is None else limit / 3
     wanted = -(-step.mechanism.sampling.capacity // 4)
     return int(max(1, min(wanted, budget // per_user)))

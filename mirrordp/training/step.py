@@ -18,7 +18,7 @@ from jax.extend import core
 
 from mirrordp import _validate
 from mirrordp._warn import warn
-from mirrordp.data import Overlap, PrivateClients, PrivateData, PublicClients, PublicData
+from mirrordp.data import Gather, Overlap, PrivateClients, PrivateData, PublicClients, PublicData
 from mirrordp.privacy.clipping import example_key, example_of, takes_key, with_key
 from mirrordp.privacy.mechanism import Mechanism
 from mirrordp.privacy.sums import ExactSum
@@ -207,12 +207,20 @@ class Step(Protocol):
         """Raises for data of the wrong kind and for a loss that does not fit; reads no row."""
         ...
 
-    def fitted(self, params: Params, private: Any) -> Self:
-        """Returns the step with everything decided that depends on the device's memory."""
+    def fitted(self, params: Params, private: Any, *, gather: Gather | None = None) -> Self:
+        """Returns the step with everything decided that depends on the device's memory.
+
+        With several processes, `gather` gives the values of all, which decide the same.
+        """
         ...
 
-    def excluded(self, private: Any, public: Any, overlap: Overlap) -> np.ndarray:
-        """Returns which private records are left out because they are public too."""
+    def excluded(
+        self, private: Any, public: Any, overlap: Overlap, *, gather: Gather | None = None
+    ) -> np.ndarray:
+        """Returns which private records are left out because they are public too.
+
+        With several processes, each makes this call for its own records.
+        """
         ...
 
     def records(self, data: Any) -> PyTree:
