@@ -1,6 +1,7 @@
 """Several devices, as eight virtual ones: the same run on every mesh, and one message per step."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -73,6 +74,18 @@ def messages(text: str) -> collections.Counter:
 
 
 class TestTheSameRunOnEveryMesh:
+    @pytest.mark.parametrize(("shape", "spec"), [((1, 2), P("model")), ((1,), P("data"))])
+    def test_placed_parameters_where_records_lie_on_one_device(self, shape, spec):
+        placed = {"w": jax.device_put(START["w"], NamedSharding(mesh(*shape), spec))}
+        # An optimiser whose state takes the place of what `zeros_like` has made.
+        keeps = optax.GradientTransformation(
+            optax.tree.zeros_like, lambda grad, _, params=None: (optax.tree.scale(-0.1, grad), grad)
+        )
+        options = {"optimizer": keeps, "show_unprivatized": True}
+        found = ended(start=START | placed, mesh=mesh(*shape), **options)
+        close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+        jax.tree.map(close, found, ended(**options))
+
     def test_to_the_bit_with_equally_many_shards(self):
         without = ended(shards=8)
         for size in SIZES:

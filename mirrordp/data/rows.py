@@ -343,7 +343,7 @@ def _refuse_private_rows(
     """Does what `refuse_private_rows` says, given what `_equal_rows` found in each process."""
     others = collections.Counter(_row_bytes(other))
     own = [[number, found[row]] for number, row in enumerate(others) if row in found]
-    parts = gather([zlib.crc32(_row_hashes(other)), len(private), own])
+    parts = gather([zlib.crc32(_row_hashes(other).tobytes()), len(private), own])
     if len({hashed for hashed, _, _ in parts}) > 1:
         raise ValueError(f"all processes of a run must be given the same {what}, got others.")
     counts = list(others.values())
@@ -404,7 +404,7 @@ def _share_repeated(data: PrivateData, num_rows: int, gather: Gather) -> float:
         # their upper bits that depend on all bits of the values.
         parts = (_hashes(jax.tree.leaves(part)) for _, part in sources.chunks(data.arrays))
         some = [part[(part >> np.uint64(40)) % np.uint64(passes) == number] for part in parts]
-        texts = gather(base64.b64encode(np.concatenate(some)).decode())
+        texts = gather(base64.b64encode(np.concatenate(some).tobytes()).decode())
         hashes = np.frombuffer(b"".join(map(base64.b64decode, texts)), np.uint64)
         counts = np.unique(hashes, return_counts=True)[1]
         repeated += int(counts[counts > 1].sum())

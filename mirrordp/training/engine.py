@@ -50,6 +50,7 @@ from mirrordp.training.checkpoint import Checkpoint
 from mirrordp.training.placement import (
     Layout,
     Placement,
+    off_mesh,
     on_mesh,
     placement_for,
     rows_per_shard,
@@ -416,7 +417,7 @@ def _start(
 
 def _placed(params: Params, placement: Placement | None) -> Params:
     params = jax.tree.map(jnp.asarray, params)
-    return params if placement is None else placement.put_params(params)
+    return jax.tree.map(off_mesh, params) if placement is None else placement.put_params(params)
 
 
 def _layout(plan: _Plan, placement: Placement, entropy: int | None) -> Layout:
@@ -815,7 +816,9 @@ def _like_first(step: Step, start: _Start, key: jax.Array) -> State:
 
 
 def _in_place(placement: Placement | None, state: State, num_runs: int) -> State:
-    return state if placement is None else placement.put_state(state, is_stacked=num_runs > 1)
+    if placement is None:
+        return jax.tree.map(off_mesh, state)
+    return placement.put_state(state, is_stacked=num_runs > 1)
 
 
 def _shown(plan: _Plan, state: State) -> State:

@@ -329,8 +329,9 @@ class Placement:
             own: PrivateSum = jax.tree.map(lambda leaf: leaf[0], sums)
             shown = Unprivatized.zero()
             if step.show_unprivatized:
-                shown = lax.psum(own.unprivatized, DATA_AXIS)
-            return PrivateSum(own.total.map_integers([_reduction(axis) for axis in axes]), shown)
+                shown = jax.tree.map(self._reduction(None), own.unprivatized)
+            reductions = [self._reduction(axis) for axis in axes]
+            return PrivateSum(own.total.map_integers(reductions), shown)
 
         leaves = [
             PartitionSpec(*(None,) * axis, DATA_AXIS) if axis is not None else PartitionSpec()
@@ -342,6 +343,14 @@ class Placement:
         )
         nowhere = jax.tree.map(lambda _: PartitionSpec(), sums.unprivatized)
         return self._mapped(summed, (PartitionSpec(DATA_AXIS),), PrivateSum(total, nowhere))(sums)
+
+    def _reduction(self, axis: int | None) -> Callable[[jax.Array], jax.Array]:
+        if self.devices == 1:
+            # XLA cannot reduce over one device what is split over another axis.
+            return lambda total: total
+        if axis is None:
+            return lambda total: lax.psum(total, DATA_AXIS)
+        return lambda total: lax.psum_scatter(total, DATA_AXIS, scatter_dimension=axis, tiled=True)
 
     def kept(self, state: State) -> State:
         """Returns a state that stays where the first one was."""
@@ -373,10 +382,15 @@ def _axis_over_data(spec: PartitionSpec) -> int | None:
     return None
 
 
-def _reduction(axis: int | None) -> Callable[[jax.Array], jax.Array]:
-    if axis is None:
-        return lambda total: lax.psum(total, DATA_AXIS)
-    return lambda total: lax.psum_scatter(total, DATA_AXIS, scatter_dimension=axis, tiled=True)
+def off_mesh(leaf: Any) -> Any:
+    """Returns an array on a mesh of one device as an array on that device.
+
+    Where a mesh has axes of type Explicit, every operation would ask for them.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or len(sharding.device_set) > 1:
+        return leaf
+    return jax.device_put(leaf, *sharding.device_set)
 
 
 def on_mesh(placement: Placement | None) -> contextlib.AbstractContextManager[Any]:
