@@ -146,6 +146,7 @@ def trained(folder: Path, index: int, count: int, case: dict) -> dict:
         )
     elif index == 0 and "checkpoint" in case:
         spend = None
+    os.environ["XLA_FLAGS"] = case.get("flags", "")
     checkpoint = None
     if "checkpoint" in case:
         path = folder / case["checkpoint"]

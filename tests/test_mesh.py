@@ -18,7 +18,7 @@ from mirrordp.privacy.noise import BandedNoise, SecureGaussianNoise
 from mirrordp.privacy.sampling import PADDING
 from mirrordp.training import engine
 from mirrordp.training.checkpoint import CheckpointError
-from mirrordp.training.placement import Layout, rows_per_shard
+from mirrordp.training.placement import Layout, placement_for, rows_per_shard
 from tests import test_federated, tools
 
 SIZES = (1, 2, 4, 8)
@@ -71,6 +71,15 @@ def messages(text: str) -> collections.Counter:
     """Returns how many messages of each kind a program has."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return collections.Counter(re.findall(rf"= .* ({kinds})(?:-start)?\(", text))
+
+
+def test_a_checkpoint_knows_the_devices_of_each_process():
+    described = set()
+    for owners in ((0, 0, 1, 1), (0, 0, 0, 1)):
+        placement = placement_for(mesh(4), None)
+        placement.__dict__["owners"] = owners
+        described.add(placement.described(START))
+    assert len(described) == 2
 
 
 class TestTheSameRunOnEveryMesh:

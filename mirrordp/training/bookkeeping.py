@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
+import jax
 import numpy as np
 
 from mirrordp import _validate
@@ -401,10 +402,16 @@ class SharedBooks:
         key = self._group.from_first(self._own.key.hex() if self._own.key else None)
         described = dict(configuration(None if key is None else bytes.fromhex(key)))
         records = described.pop(PRIVATE_RECORDS, None)
-        # Processes may differ in their machines, each of which must stay as it is.
-        machines = self._group.gather(described.pop(checkpoints.MACHINE))
+        # Processes may differ in their machines, each of which must stay as it is. Where CPUs round
+        # differently, their copies of the parameters drift apart, and steps that are repeated begin
+        # from those of process 0: other sums would follow than the first time.
+        machine = described.pop(checkpoints.MACHINE)
+        machines = self._group.gather(machine)
+        repeats = self._every is not None and self._every > 1
+        is_shared = repeats and jax.default_backend() == "cpu"
         self._group.compare(
             described
+            | ({checkpoints.MACHINE: machine} if is_shared else {})
             | checkpoints.surroundings(self.seeds)
             | {"source of mirrordp": source_digest(), "checkpoint every": str(self._every)}
         )

@@ -156,7 +156,10 @@ class Placement:
     def described(self, params: Params) -> str:
         """Returns in words what decides where sums are rounded, for a checkpoint."""
         specs = [str(self._sharding_of(leaf).spec) for leaf in jax.tree.leaves(params)]
-        return f"{dict(self.mesh.shape)}, parameters in {specs}"
+        found = f"{dict(self.mesh.shape)}, parameters in {specs}"
+        if self.spans_processes:
+            found += f", shards of the processes {self.shards_of_processes}"
+        return found
 
     def check(self, mechanism: Mechanism, num_records: int) -> None:
         """Raises for a capacity that cannot be divided and for fewer records than shards.
