@@ -23,7 +23,7 @@ from mirrordp import (
 from mirrordp.privacy import CyclicPoissonSampling
 from mirrordp.spending.budget import BudgetError
 from mirrordp.training import AdaptiveClip, engine, federated
-from mirrordp.training.bookkeeping import Books
+from mirrordp.training.bookkeeping import Books, SharedBooks
 from mirrordp.training.checkpoint import CheckpointError, checkpoint_files, is_unfinished
 from mirrordp.training.sweep import SweepRun
 from tests import test_federated, tools
@@ -521,3 +521,17 @@ class TestSweepsWithACheckpoint:
         interrupted(sweep(TWO[:1], spend=budget, checkpoint=Checkpoint(folder)), 2)
         with pytest.raises(CheckpointError, match=r"differs in: .*alpha"):
             sweep(TWO[:1], num_steps=5, spend=budget, checkpoint=Checkpoint(folder, resume=True))
+
+
+def test_processes_in_different_steps_are_refused_before_the_charge():
+    class Group:
+        is_first = True
+
+        def to_first(self, value):
+            return [value, [[0], [4]]]
+
+    ledger = Ledger(tools.mechanism().adjacency)
+    books = SharedBooks(Books(tools.mechanism(), ledger), Group(), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError, match=r"same private steps, got \[\[\[0\], \[2\]\], \[\[0\]"):
+        books.charge([0], [2])
+    assert ledger.event == Ledger(tools.mechanism().adjacency).event
