@@ -184,7 +184,7 @@ def test_the_share_of_repeated_rows_needs_no_room(monkeypatch):
     expected = counts[counts > 1].sum() / len(x)
     for at_once in (2**23, 100):
         monkeypatch.setattr(rows, "_HASHES", at_once)
-        assert rows._share_repeated(PrivateData(x)) == expected
+        assert rows._share_repeated(PrivateData(x), len(x), rows._alone) == expected
 
 
 def test_a_parquet_file_is_never_all_in_memory(tmp_path):

@@ -492,28 +492,23 @@ def fit_files(
     rows_to_judge_by = None
     if test is not None:
         rows_to_judge_by = _read_test(encoding, Path(test), private, public)
-    if user is None:
-        with stage(f"reading {private}") as note:
-            secret = encoding.encode(
-                _mention_unused(_counted(read_batches(private, private=True), note), table, ignore),
-                private=True,
-                memory=memory,
-                kinds=kinds_of_values(table.columns),
-            )
-        compared = secret
-    else:
-        with stage(f"reading {private}"):
+    with stage(f"reading {private}") as note:
+        if user is None:
+            compared, rows = None, None
+            batches = _counted(read_batches(private, private=True), note)
+        else:
             owners, compared = _rows_of_users(private, user, encoding, memory)
-        with stage("choosing one row of each user"):
             rows = owners.one_row_each(~compared.unusable)
             batches = _rows_of(private, user, owners, rows)
-            secret = encoding.encode(
-                _mention_unused(batches, table, ignore),
-                private=True,
-                memory=memory,
-                kinds=kinds_of_values(table.columns),
-            )
-            secret = _in_order(secret, rows, ", ".join(names), memory)
+        secret = encoding.encode(
+            _mention_unused(batches, table, ignore, user),
+            private=True,
+            memory=memory,
+            kinds=kinds_of_values(table.columns),
+        )
+    if rows is not None:
+        secret = _in_order(secret, rows, ", ".join(names), memory)
+    compared = secret if compared is None else compared
     if rows_to_judge_by is not None:
         test_x, test_y = rows_to_judge_by
         refuse_private_rows(
@@ -717,7 +712,7 @@ def _ceiling(
 
 
 def _mention_unused(
-    batches: Iterable[Table], public: Table, ignore: Sequence[str]
+    batches: Iterable[Table], public: Table, ignore: Sequence[str], user: str | None
 ) -> Iterator[Table]:
     """Warns of columns that are not used, once the first batch was found to fit.
 
@@ -738,7 +733,8 @@ def _mention_unused(
             warn(
                 f"{mark(True)}column{'s' * (len(unused) > 1)} {listed(unused)} of {batch.source!r} "
                 f"{'are' if len(unused) > 1 else 'is'} not in the public table and cannot be used; "
-                "add the columns to use to the public table.",
+                "add the columns to use to the public table."
+                + (" If one says whose a row is, protect persons with --user." * (user is None)),
                 UnprotectedWarning,
             )
 
