@@ -221,7 +221,7 @@ def described(kinds=slice(None), *, has_public=False, **options):
             excluded=np.zeros(len(private), bool), steps_per_call=1, stream=False, is_sweep=False,
         )  # fmt: skip
         starts = [engine._starting_point(step, THETA, run)]
-        found.append(engine._configuration(plan, starts, b"k" * 32))
+        found.append(engine._configuration(plan, starts, None, b"k" * 32))
     return found
 
 
