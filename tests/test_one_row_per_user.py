@@ -108,7 +108,7 @@ class TestTheChoice:
         assert len(one_row_per_user([decimal.Decimal("7"), decimal.Decimal("7.0"), 7])) == 1
 
     def test_words_for_missing_names_are_named(self):
-        with pytest.warns(UnprotectedWarning, match="'<na>' and 'none' count as names of users"):
+        with pytest.warns(UnprotectedWarning, match="users named '<na>' and 'none'"):
             assert len(one_row_per_user(["None", "<NA>", "Bob"])) == 3
 
     def test_masked_names_are_refused(self):
@@ -121,7 +121,7 @@ class TestTheChoice:
                 one_row_per_user(np.array(arguments[0]), *arguments[1:])
 
     def test_one_number_in_two_ways_is_named(self):
-        with pytest.warns(UnprotectedWarning, match="2 names are the number of another user"):
+        with pytest.warns(UnprotectedWarning, match="2 names are the same number as another"):
             assert len(one_row_per_user(["7", "7.0", "07", "x", "y"])) == 5
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -361,15 +361,15 @@ class RowOwners:
         )
         if alike:
             warn(
-                f"{UNPROTECTED} {alike} names are the number of another user, written in another "
-                "way, such as 7 and 7.0 or 07. They count as different users. If they are not, "
-                "write them in one way: who has two names is protected less.",
+                f"{UNPROTECTED} {alike} names are the same number as another user's name, written "
+                "in another way, such as 7 and 7.0 or 07. They count as different users. If they "
+                "are not, write them in one way: anyone with two names is protected less.",
                 UnprotectedWarning,
             )
         if unnamed := sorted(_UNNAMED & {name.casefold() for name in self._numbers}):
             warn(
-                f"{UNPROTECTED} {' and '.join(map(repr, unnamed))} count as names of users, in "
-                "whatever case. If programs wrote them for missing names, their rows are those of "
+                f"{UNPROTECTED} there are users named {' and '.join(map(repr, unnamed))} (in upper "
+                "or lower case). If programs wrote that for missing names, these rows are those of "
                 "several people, who are protected less. Leave such rows out.",
                 UnprotectedWarning,
             )
